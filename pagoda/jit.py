@@ -26,7 +26,7 @@ def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
     for cell in function.__closure__ or ():
         function.__qualname__ += f"_{cell.cell_contents}"
     try:
-        compiled = cast(Any, njit(cache=True, **OPTIONS)(function))
+        compiled = cast(Any, njit(cache=True, no_cfunc_wrapper=True, **OPTIONS)(function))
     except RuntimeError:  # Numba found no writable folder for its cache: compile once per process instead
         return cast(Callable[_P, _R], njit(**OPTIONS)(function))
     lock = f"{compiled.stats.cache_path}/{function.__module__}.{function.__qualname__}.lock"
@@ -46,4 +46,4 @@ def _compile_alone(compile_for: Callable[[Any], Any], lock: str, signature: Any)
 
 def part(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile a function that kernels inline and are cached with."""
-    return cast(Callable[_P, _R], njit(**OPTIONS)(function))
+    return cast(Callable[_P, _R], njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function))

@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS has oth
 
 from pagoda.process import keep_freed_memory, spin_briefly
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process that tests start would compile all modules again
+sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: what imports make stays
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 keep_freed_memory()
@@ -50,7 +53,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Garbage collection looks at what tests make alone, not at all that was imported; some tests call for it often."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import tyro
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import pagoda
 from pagoda.cli.main import COMMANDS, main, parse
 from tests.test_house import HOUSE
 from tests.text_files import chats, write_lines, write_pretrained
@@ -83,6 +86,28 @@ def test_the_code_of_a_page_runs(
     assert not losses or losses[-1] < 0.9 * losses[0], "the model of the page learns"
     if "manual_seed" in script.read_text():
         assert losses == pytest.approx(shown or losses, rel=0.02), "the page shows what it prints"
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_the_code_of_the_page_on_long_sequences_trains(number: int) -> None:
+    """Each block takes the reader's `model`, `rule` and `memory`."""
+    code = blocks(DOCS / "long-sequences.md", "python")[number]
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
+    config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, use_cache=False)
+    names = {"pagoda": pagoda, "rule": pagoda.AdamW(lr=1e-2), "memory": pagoda.Memory(device="cpu:4MiB", host="64MiB")}
+    names |= {"model": LlamaForCausalLM(config), "batch": {"input_ids": tokens, "labels": tokens}}
+    if "optimizer = " not in code:
+        names["model"], names["optimizer"] = pagoda.wrap(names["model"], names["rule"], memory=names["memory"])
+    exec(code.replace("ranks=2", "ranks=1"), names)
+    losses = []
+    for _ in range(3):
+        loss = names["model"](**names["batch"]).loss
+        loss.backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+        losses.append(loss.item())
+    names["optimizer"].close()
+    assert losses[-1] < losses[0]
 
 
 @every_page

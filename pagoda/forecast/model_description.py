@@ -2,20 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
 from pagoda.models.divisions import OF_PAPERS, Division, divisions_of, heads_of
+from pagoda.models.lora import LoraConfig
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 from pagoda.prepare.documents import window_of
 from pagoda.prepare.sequence_parallel import exchanged_width, reason_against
+
+if TYPE_CHECKING:
+    import torch
 
 _DESCRIBED = 2
 """Number of layers that are built to describe a built-in shape."""
@@ -110,8 +114,8 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
             num_attention_heads=heads, hidden_size=hidden, is_encoder_decoder=shape.decoder_layers > 0
         )
     else:
-        root, params, flops, built, layers = _tree_of_transformers(config, name, count_flops)
-        flops = {module: each / config.sequence_parallel for module, each in flops.items()}
+        root, params, counted, built, layers = _tree_of_transformers(config, name, count_flops)
+        flops = {module: each / config.sequence_parallel for module, each in counted.items()}
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
         row_with_mask = 0 if window_of(built, config.seq_len) is None else config.seq_len
@@ -149,12 +153,59 @@ def _check_experts(shape: PaperShape, ranks: int) -> None:
         raise ConfigError(f"--expert-parallel is {ranks}, which does not divide {shape.experts:,} experts")
 
 
-def _tree_of_transformers(
-    config: PlanConfig, name: str, count_flops: bool
-) -> tuple[ModuleSpec, int, dict[str, float], Any, int]:
-    """Module tree, number of parameters, FLOPs per module, text configuration and number of layers. The layers of a
-    built-in decoder are alike, so two of them are built, without values, and stand for all. In the tree, quantized
-    parameters count as what they take."""
+@dataclass(frozen=True)
+class _Asked:
+    """What the description of a model of transformers depends on."""
+
+    name: str = field(compare=False)
+    shape: str
+    """The name of a built-in shape, or the configuration in a directory."""
+    seq_len: int
+    batch_size: int | None
+    """None if FLOPs are not asked for."""
+    expert_parallel: int
+    most_elements: int | None
+    """Most elements of a matrix that is not in tiles."""
+    cuts_stacks: bool
+    in_blocks: bool
+    """Whether a state has elements that stand for several of a parameter."""
+    quantize: Literal["4bit", "8bit"] | None
+    weight: "torch.dtype"
+    lora: LoraConfig
+
+
+_Tree = tuple[ModuleSpec, int, Mapping[str, float], Any, int]
+
+
+def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _Tree:
+    """Module tree, number of parameters, FLOPs per module, text configuration and number of layers."""
+    from pagoda.models.build import configuration_text
+
+    try:
+        asked = _Asked(
+            name=name,
+            shape=configuration_text(name),
+            seq_len=config.seq_len,
+            batch_size=config.batch_size if count_flops else None,
+            expert_parallel=config.expert_parallel,
+            most_elements=config.tile_elements,
+            cuts_stacks=not isinstance(config.rule, TensorRule),
+            in_blocks=any(state.per > 1 for state in config.rule.own_states()),
+            quantize=config.quantize,
+            weight=config.states[0].dtype,
+            lora=config.lora,
+        )
+        return _built_tree(asked)
+    except ConfigError as error:
+        if name not in str(error) or "unknown model" not in str(error):
+            raise
+        raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
+
+
+@lru_cache(maxsize=16)
+def _built_tree(asked: _Asked) -> _Tree:
+    """As `_tree_of_transformers`. The layers of a built-in decoder are alike, so two of them are built, without values,
+    and stand for all. In the tree, quantized parameters count as what they take."""
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
     from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
@@ -163,29 +214,24 @@ def _tree_of_transformers(
     from pagoda.prepare.operator_tiles import Tiling
     from pagoda.prepare.quantize import linear_layers, pack_without_values, targets_of
 
-    ranks, most_elements = config.expert_parallel, config.tile_elements
-    cuts_stacks, in_blocks = not isinstance(config.rule, TensorRule), any(s.per > 1 for s in config.rule.own_states())
+    name, ranks, lora = asked.name, asked.expert_parallel, asked.lora
     first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
-    try:
-        layers = layer_count(name)
-        alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
-        with counting.weightless():
-            model: Any = build_model(name, seq_len=config.seq_len, layers=_DESCRIBED if alike else None)
-            packed, lora = {}, config.lora
-            if config.quantize is not None:
-                packed, lora = linear_layers(model), replace(lora, targets=targets_of(model, lora.targets))
-            if lora.rank is not None:
-                model = add_adapters(model, lora)
-            Tiling(model, most_elements, cuts_stacks=cuts_stacks, in_blocks=in_blocks, exchange=first)
-            counted = counting.forward_flops(model, config.batch_size, config.seq_len) if count_flops else {}
-            whole = root = describe(model)
-            if config.quantize is not None:
-                pack_without_values(model, packed.values(), config.quantize)
-                root = describe(model, weight=config.states[0].dtype)
-    except ConfigError as error:
-        if name not in str(error) or "unknown model" not in str(error):
-            raise
-        raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
+    layers = layer_count(name)
+    alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
+    with counting.weightless():
+        model: Any = build_model(name, seq_len=asked.seq_len, layers=_DESCRIBED if alike else None)
+        packed: Mapping[str, Any] = {}
+        if asked.quantize is not None:
+            packed, lora = linear_layers(model), replace(lora, targets=targets_of(model, lora.targets))
+        if lora.rank is not None:
+            model = add_adapters(model, lora)
+        Tiling(model, asked.most_elements, cuts_stacks=asked.cuts_stacks, in_blocks=asked.in_blocks, exchange=first)
+        batch = asked.batch_size
+        counted = {} if batch is None else counting.forward_flops(model, batch, asked.seq_len)
+        whole = root = describe(model)
+        if asked.quantize is not None:
+            pack_without_values(model, packed.values(), asked.quantize)
+            root = describe(model, weight=asked.weight)
     if alike:
         whole, _ = _repeated(whole, counted, layers)
         root, counted = _repeated(root, counted, layers)

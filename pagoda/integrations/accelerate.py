@@ -1,8 +1,9 @@
 """Accelerate with training state in pages: its `Accelerator` wraps the models that it prepares."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,23 @@ def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None
         )
 
 
+class _StateDict(Mapping[str, torch.Tensor]):
+    """The state dict of a paged model, for hooks on saving. It takes no memory until one looks at it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._read = cache(model.state_dict)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._read()[name]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
 class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
     @property
     def step_was_skipped(self) -> bool:
@@ -57,7 +75,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     On several ranks, Pagoda divides the state; DDP is not used.
 
     `save_state` and `load_state` write and read the exact state of models in pieces, together with Accelerate's own
-    files.
+    files. Hooks of the program on saving and loading get every model, and the exact state is loaded after they ran.
 
     Raises ConfigError for settings that cannot be combined with paging, and BudgetError like `wrap`.
     """
@@ -69,6 +87,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._said not in PRECISIONS:
             raise ConfigError(f"mixed_precision is {self._said!r}; use one of {', '.join(PRECISIONS)}.")
         self._paged: list[tuple[nn.Module, AcceleratedOptimizer]] = []
+        self._saving = False
         super().__init__(*args, mixed_precision="no", **kwargs)
         if any(getattr(self.state, name, None) is not None for name in ("deepspeed_plugin", "fsdp_plugin")):
             raise ConfigError("Pagoda divides state over ranks by itself: leave out DeepSpeed and FSDP.")
@@ -77,7 +96,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "Accelerate would compile the whole model: leave out dynamo, and compile blocks before prepare."
             )
         self.paging.check_device(self.device)
-        self.register_load_state_pre_hook(self._load_paged)
 
     @property
     def mixed_precision(self) -> str:
@@ -135,7 +153,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> None:
         """Like Accelerate's, but a paged model is written in pieces, and only as safetensors: otherwise ConfigError is
         raised."""
-        if not any(model is paged for paged, _ in self._paged):
+        if not self._is_in_pages(model):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
         if not safe_serialization:
@@ -157,12 +175,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 Saves(outer).new(
                     self.is_main_process, lambda name: broadcast_object_list([name])[0], self.wait_for_everyone
                 ) as save,
-                self._without_paged(),
+                self._optimizers_without_paged(),
+                self._last(self.register_save_state_pre_hook, self._drop_paged),
             ):
+                self._saving = True
                 super().save_state(str(save), *args, **kwargs)
                 for at, (_, optimizer) in enumerate(self._paged):
                     optimizer.optimizer.save_checkpoint(save / _state(at))
         finally:
+            self._saving = False
             project.automatic_checkpoint_naming = automatic
         if automatic and self.is_main_process and project.total_limit is not None:
             for directory in self._automatic()[: -project.total_limit]:
@@ -176,12 +197,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ConfigError("Name the directory to load, or set automatic_checkpoint_naming in ProjectConfiguration.")
         outers = [Path(input_dir).expanduser()] if input_dir is not None else self._automatic()
         save = newest(outers)
-        with self._without_paged():
+        with self._optimizers_without_paged(), self._last(self.register_load_state_pre_hook, self._load_paged):
             super().load_state(str(save), *args, **kwargs)
 
-    def _load_paged(self, _models: list[nn.Module], directory: str) -> None:
+    def _load_paged(self, models: list[nn.Module], directory: str) -> None:
         for at, (_, optimizer) in enumerate(self._paged):
             optimizer.optimizer.load_checkpoint(Path(directory, _state(at)))
+        models[:] = [model for model in models if not self._is_in_pages(model)]
+
+    def _drop_paged(self, _models: list[nn.Module], weights: list[Any], _directory: str) -> None:
+        weights[:] = [each for each in weights if not isinstance(each, _StateDict)]
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Like Accelerate's. While state is saved, that of a paged model is read only if a hook looks at it."""
+        if self._saving and self._is_in_pages(model):
+            return _StateDict(model)
+        return super().get_state_dict(model, unwrap)
+
+    def _is_in_pages(self, model: nn.Module) -> bool:
+        return any(model is paged for paged, _ in self._paged)
 
     def _automatic(self) -> list[Path]:
         """The directories that Accelerate has named, oldest first."""
@@ -198,14 +232,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return Path(self.project_dir, "checkpoints")
 
     @contextmanager
-    def _without_paged(self) -> Iterator[None]:
-        """Context in which Accelerate saves and loads everything that is not in pages."""
-        mine: Any = self
-        models, optimizers = mine._models, mine._optimizers
-        paged = [thing for pair in self._paged for thing in pair]
-        mine._models = [model for model in models if not any(model is thing for thing in paged)]
-        mine._optimizers = [each for each in optimizers if not any(each is thing for thing in paged)]
+    def _last(self, register: Callable[..., Any], hook: Callable[..., None]) -> Iterator[None]:
+        """Context in which a hook on saving or loading comes after those of the program, which see every model."""
+        handle = register(hook)
         try:
             yield
         finally:
-            mine._models, mine._optimizers = models, optimizers
+            handle.remove()
+
+    @contextmanager
+    def _optimizers_without_paged(self) -> Iterator[None]:
+        """Context in which Accelerate saves and loads only optimizers that are not in pages."""
+        mine: Any = self
+        optimizers = mine._optimizers
+        mine._optimizers = [each for each in optimizers if not any(each is paged for _, paged in self._paged)]
+        try:
+            yield
+        finally:
+            mine._optimizers = optimizers

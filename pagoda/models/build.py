@@ -142,6 +142,17 @@ def layer_count(name_or_dir: str) -> int:
     return layers
 
 
+def configuration_text(name_or_dir: str) -> str:
+    """A built-in name itself, or the configuration of a directory as JSON, which is the same wherever it lies.
+
+    Raises ConfigError like `build_model`.
+    """
+    if is_built_in(name_or_dir):
+        return name_or_dir
+    text: str = _configuration(name_or_dir).to_json_string(use_diff=False)
+    return text
+
+
 def model_directory(name_or_dir: str) -> Path | None:
     """The Hugging Face directory that `name_or_dir` names, or None for a built-in name, which takes precedence. A name
     on the Hub (ORG/NAME) stands for its directory in the cache of huggingface_hub.

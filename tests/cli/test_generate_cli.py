@@ -26,7 +26,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     data = write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats()])
     usual = {"data": data, "seq_len": 128, "precision": "fp32", "memory__host": "1GiB", "memory__ssd": None}
     work = Workspace(folder, folder / "model", **usual)
-    work.train("run", steps=4, eval_share=0.2, eval_every=2, optim__lr=1e-2, checkpoint_every=2)
+    work.train("run", steps=4, eval_share=0.2, eval_rows=4, eval_every=2, optim__lr=1e-2, checkpoint_every=2)
     return work
 
 

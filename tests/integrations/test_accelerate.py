@@ -117,6 +117,44 @@ def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, 
     assert not names & {"model.safetensors", "optimizer.bin"}, "state is written once"
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_hooks_of_a_program_see_every_model_and_do_not_round_the_state(
+    looks: bool, paged: Make, tmp_path: Path
+) -> None:
+    """As in scripts of diffusers, which write files of their own, in bf16 here, and load them again."""
+    settings = {"kind": torch.optim.AdamW, "lr": 1e-2}
+
+    def run() -> tuple[Run, torch.nn.Linear]:
+        accelerator = paged()
+        made = Run(accelerator, **settings)
+        other = accelerator.prepare(torch.nn.Linear(2, 2))
+
+        def save(models: list[Any], weights: list[Any], directory: str) -> None:
+            assert models == [made.model, other]
+            state = weights.pop(0) if looks else made.model.state_dict()
+            torch.save({name: value.bfloat16() for name, value in dict(state).items()}, Path(directory, "own.pt"))
+
+        def load(models: list[Any], directory: str) -> None:
+            (models.pop(0) if looks else models[0]).load_state_dict(torch.load(Path(directory, "own.pt")))
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        return made, other
+
+    whole, other = run()
+    whole.steps(2)
+    whole.accelerator.save_state(str(tmp_path / "state"))
+    rest = whole.steps(2)
+    again, loaded = run()
+    again.skip(2)
+    torch.nn.init.zeros_(loaded.weight)
+    again.accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(loaded.weight, other.weight)
+    assert again.steps(2) == rest
+    save = tmp_path / "state" / "pagoda-1"
+    assert load_file(save / "model.safetensors").keys() == {"weight", "bias"}, "only the model that is not in pages"
+
+
 def test_a_process_that_ends_while_it_saves_leaves_one_whole_save(
     paged: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,7 +179,7 @@ def test_ranks_that_run_blocks_together_choose_alike_what_they_recompute(
     count: int, divided: dict[str, int], ranks: RankServer, tmp_path: Path
 ) -> None:
     """Where one has less room than the others, and their batches differ: as many blocks as this one has to."""
-    shared = {"name": write_mixture("mixtral-15m", tmp_path / "model", layers=4), **divided}
+    shared = {"name": write_mixture("mixtral-15m", tmp_path / "model", layers=3), **divided}
     wide = [None] * count
     kept = ranks.run("choose_together", count, tmp_path / "keep", activations="keep", room=wide, **shared)
     narrow = max(result["kept"] for result in kept) * 2 // 3

@@ -42,7 +42,8 @@ def config_of(folder: Path, out: Path, **changes: Any) -> TrainConfig:
     usual = {
         "model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "out": out, "steps": STEPS,
         "batch_size": 2, "seq_len": 128, "accumulation_steps": 3, "pipeline_parallel": 2, "precision": "fp32",
-        "clip_grad_norm": 0.05, "eval_share": 0.3, "eval_every": 2, "checkpoint_every": 2, "keep_best": False,
+        "clip_grad_norm": 0.05, "eval_share": 0.3, "eval_rows": 6, "eval_every": 2, "checkpoint_every": 2,
+        "keep_best": False,
         "optim": OptimConfig(lr=3e-3, schedule="constant"), "memory": Memory(host="64MiB", unit_limit="16KiB"),
     }  # fmt: skip
     return TrainConfig(**{**usual, **changes})

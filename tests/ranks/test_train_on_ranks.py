@@ -67,7 +67,7 @@ def test_ranks_that_divide_sequences_train_as_one_rank_does(
     ranks: RankServer, config: TrainConfig, tmp_path: Path
 ) -> None:
     """Only sums have another order. One rank goes on from their checkpoint."""
-    config = replace(config, eval_share=0.2, out=tmp_path / "one")
+    config = replace(config, eval_share=0.2, eval_rows=6, eval_every=2, out=tmp_path / "one")
     divided = replace(config, sequence_parallel=2, steps=STEPS - 2, out=tmp_path / "two")
     assert started(ranks, 1, tmp_path / "a", config) == [0]
     assert started(ranks, 2, tmp_path / "b", divided) == [0, 0]
@@ -87,9 +87,8 @@ def test_tensor_parallel_ranks_train_as_one_rank_does(
 ) -> None:
     """They get the same batches, and only sums have another order. One rank goes on from their checkpoint."""
     lr = {"adamw": 1e-3, "adafactor": 1e-2}[optimizer]
-    config = replace(
-        config, optimizer=optimizer, optim=replace(config.optim, lr=lr), eval_share=0.2, out=tmp_path / "one"
-    )
+    config = replace(config, optimizer=optimizer, optim=replace(config.optim, lr=lr), out=tmp_path / "one")
+    config = replace(config, eval_share=0.2, eval_rows=6, eval_every=2)
     divided = replace(config, tensor_parallel=2, steps=STEPS - 2, out=tmp_path / "two")
     assert started(ranks, 1, tmp_path / "a", config) == [0]
     assert started(ranks, 2, tmp_path / "b", divided) == [0, 0]

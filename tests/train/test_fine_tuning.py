@@ -111,7 +111,7 @@ def test_the_first_losses_are_those_of_transformers_on_the_documents(data: str, 
 
 @DATA
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: str, folder: Path, tmp_path: Path) -> None:
-    whole = config_of(folder, data, tmp_path / "whole", eval_share=0.2, eval_every=2)
+    whole = config_of(folder, data, tmp_path / "whole", eval_share=0.2, eval_rows=4, eval_every=2)
     losses, evals, shown = trained(whole)
     assert losses[-1] < losses[0] - 0.1
     assert "attention ends where a document does" in shown

@@ -19,7 +19,7 @@ MODULES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "torch.utils.t
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return tiny_run(tmp_path, steps=3, eval_share=0.2, eval_every=2, plan="usual")
+    return tiny_run(tmp_path, steps=3, eval_share=0.2, eval_rows=4, eval_every=2, plan="usual")
 
 
 class Tracker(ModuleType):

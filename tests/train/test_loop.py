@@ -53,7 +53,7 @@ def test_what_an_evaluation_waits_for_is_not_a_wait_of_the_next_step(
         return measure(evaluator, session, step)
 
     monkeypatch.setattr(Evaluator, "measure", waiting)
-    config = tiny_run(tmp_path, steps=2, eval_share=0.2, eval_every=1, plan="usual", save_at_end=False)
+    config = tiny_run(tmp_path, steps=2, eval_share=0.2, eval_rows=4, eval_every=1, plan="usual", save_at_end=False)
     trained(config)
     for line in read_metrics(config.out / "metrics.jsonl"):
         assert sum(line["stall_s"].values()) <= line["step_s"]

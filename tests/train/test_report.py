@@ -34,7 +34,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "page").write_text("a text that is long enough for <b>some</b> sequences. " * 40)
     (folder / "ssd").mkdir()
     memory = Memory(host="1MiB", ssd=str(folder / "ssd"))
-    more: dict[str, Any] = {"seq_len": 32, "eval_share": 0.2, "eval_every": 2, "plan": "usual", "steps": 6}
+    more: dict[str, Any] = {
+        "seq_len": 32,
+        "eval_share": 0.2,
+        "eval_rows": 4,
+        "eval_every": 2,
+        "plan": "usual",
+        "steps": 6,
+    }
     trained(tiny_run(folder, model=write_model(folder / "model"), data=str(folder / "page"), memory=memory, **more))
     return folder / "run"
 

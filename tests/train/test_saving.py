@@ -79,7 +79,7 @@ def test_the_best_checkpoint_is_one_of_the_last_or_one_more(
     losses = iter([9.0, 8.0, 7.0, 6.0, 7.0, 8.0, 9.0])
     measure = Evaluator.measure
     monkeypatch.setattr(Evaluator, "measure", lambda *args: replace(measure(*args), loss=next(losses)))
-    config = replace(config, eval_share=0.2, eval_every=1, steps=3)
+    config = replace(config, eval_share=0.2, eval_rows=4, eval_every=1, steps=3)
     trained(config)
     assert checkpoints(config) == [2, 3]
     trained(replace(config, resume=True, steps=6))

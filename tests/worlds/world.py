@@ -190,8 +190,10 @@ def alone() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.enable()
         gc.unfreeze()
+        gc.collect()  # what worlds have left
+        gc.freeze()
+        gc.enable()
         torch.set_num_threads(threads)
         os.sched_setaffinity(0, cores)
 
