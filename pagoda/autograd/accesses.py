@@ -225,7 +225,7 @@ class Accesses:
             raise
         self.meter.stalled(lane, time.perf_counter() - start)
         # It may hold no longer: ranks may have added up another gradient since.
-        if self._driver.ask(lambda: self._scheduler.broken and not until()):
+        if self._scheduler.broken and not until():
             self._executor.damage.raise_cause()
 
     def agree(self, what: str) -> None:
