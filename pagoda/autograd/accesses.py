@@ -224,7 +224,8 @@ class Accesses:
             interrupt.add_note(_ENDED_A_WAIT)
             raise
         self.meter.stalled(lane, time.perf_counter() - start)
-        if not until():
+        # It may hold no longer: ranks may have added up another gradient since.
+        if self._scheduler.broken and not until():
             self._executor.damage.raise_cause()
 
     def agree(self, what: str) -> None:

@@ -182,15 +182,14 @@ class Stepper:
 
     def _drop_with_others(self) -> None:
         """Drop the gradients of this step, on every rank."""
-        if self._rank_group is not None:
-            self._rank_group.drop_gradients()
-        self._drop_gradients()
+        if self._rank_group is None or self._rank_group.drop_gradients():
+            self._drop_gradients()
+        self._forget_gradients()
 
     def _drop_gradients(self) -> None:
         if self._gradients.of_step():
             self._accesses.tell(self._scheduler.drop_gradients)
         self._gradients.drop()
-        self._forget_gradients()
 
     def _forget_gradients(self) -> None:
         """Forget what is known of gradients that are gone."""

@@ -50,6 +50,8 @@ class Collectives:
     """The part of compute's program that it is in."""
     _part_is_new: bool = False
     """Whether the part has had no collective yet."""
+    _drops: int = 0
+    """How often compute has dropped the gradients of this step."""
     _left: bool = False
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Collectives:
             self._begin(wanted)
 
     def _begin(self, number: int | None) -> None:
-        self._part, self._part_is_new = ProgramPart(number, self._scheduler.trace, ()), True
+        self._part, self._part_is_new = ProgramPart(number, self._scheduler.trace, (), self._drops), True
 
     def _come(self) -> ProgramPart | None:
         """The part of the next collective. Its versions are taken at its first one, since `step()` has changed them."""
@@ -111,7 +113,8 @@ class Collectives:
         `alike` says that every rank submits it at this point of the same step, so ranks need not announce it.
         """
         part = self._part if alike else self._come()
-        call = Call(kind, unit.index, version=self.edition(unit), position=self._scheduler.position)
+        position, drops = self._scheduler.position, self._drops
+        call = Call(kind, unit.index, version=self.edition(unit), position=position, drops=drops)
 
         def run() -> None:
             try:
@@ -128,14 +131,13 @@ class Collectives:
         sent = ring_bytes(nbytes, len(self.shards.sharers(unit.spec)))
         return self.lane.submit(run, (), sent, f"{kind.name.lower()} {unit.spec.name}")
 
-    def on_all_ranks(self, what: str, work: Callable[[], T], step: bool | None = None) -> T:
+    def on_all_ranks(self, what: str, work: Callable[[], T], step: bool = False) -> T:
         """Run `work` on all ranks, each of which asks for it at this point of its program; returns its result.
 
-        `step` is given if a step ends with it, and says whether to expect the next one to be like it. On a device,
-        `work` goes into compute's queue."""
+        `step`: a step ends with it. On a device, `work` goes into compute's queue."""
         self._device.computing()
         queue, part = self._device.as_compute(), self._come()
-        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.position)
+        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.position, drops=self._drops)
         results: list[T] = []
 
         def run() -> None:
@@ -144,14 +146,32 @@ class Collectives:
                 with queue:
                     results.append(work())
 
-        self.awaited = True
-        try:
-            self.lane.submit(run, (), 0, what).wait()
-        finally:
-            self.awaited = False
-        if step is not None:
+        self._await(run, what)
+        if step:
+            self._drops = 0
             self._begin(_BETWEEN)
         return results[0]
+
+    def drop_gradients(self, made: bool) -> None:
+        """Compute drops the gradients of this step. If it has `made` some, return once all ranks drop them."""
+        call = Call(CollectiveKind.DROP, drops=self._drops)
+        self._drops += 1
+        if made:
+            self._device.computing()
+            self._await(lambda: self.order.drop(call), call.place)
+        elif self._part is not None and self._part.number == _STEP:
+            self.lane.submit(lambda: self.order.leave(whole=False), (), 0, "")
+        else:
+            return
+        self._begin(_BETWEEN)
+
+    def _await(self, work: Callable[[], None], what: str) -> None:
+        """Run `work` after all earlier collectives, and wait for it."""
+        self.awaited = True
+        try:
+            self.lane.submit(work, (), 0, what).wait()
+        finally:
+            self.awaited = False
 
     def agree_to_change(self, what: str) -> None:
         """Return when all ranks are about to change weights, by something other than the updates of a step.

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -48,10 +48,11 @@ class Gathering:
     """If ranks have all weights: brings new weights to those that live on SSD."""
     _window: memoryview | None = None
     """RAM through which a slice on SSD is sent: each message is sent before the next is read."""
-    _reading: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         collectives, store = self._collectives, self._store
+        self._reading = threading.Lock()
+        """Held while the window is in use."""
         self._shards = collectives.shards
         self._dtype = store.dtype(WEIGHT)
         self._most = MESSAGE_BYTES // self._dtype.itemsize

@@ -28,12 +28,16 @@ class CollectiveKind(IntEnum):
     """Leave: the rank has closed its optimizer."""
     FAIL = 6
     """Stop all ranks: something has failed on this rank."""
+    DROP = 7
+    """Drop the gradients of this step. Ranks that have dropped theirs take part without wanting it."""
 
 
 _SERVED = (CollectiveKind.REDUCE, CollectiveKind.SHARE)
 """A rank that waits for anything takes part in these without wanting them."""
-_FIRST = ((CollectiveKind.GATHER,), (CollectiveKind.BEGIN,), _SERVED)
+_FIRST = (CollectiveKind.GATHER, CollectiveKind.BEGIN)
 """The kinds that come first, in this order. They let ranks that are behind catch up with the others."""
+_OF_GRADIENTS = (*_SERVED, CollectiveKind.DROP)
+"""These come next. Ranks that have dropped their gradients less often are first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +53,23 @@ class Call:
     """The unit's number of updates. 0 in a list: no weights change within a part that has one."""
     position: int = field(default=0, compare=False)
     """Compute's position in the trace when the rank wanted it. A GATHER of a list waits until compute is there."""
+    drops: int = field(default=0, compare=False)
+    """How often the rank's program has dropped the gradients of this step before."""
     lists: tuple[int, ...] = ()
     """For BEGIN: a hash of each list that the rank can follow. 0 for none."""
 
     def is_with(self, other: "Call") -> bool:
         """Whether one collective answers both calls."""
-        return (self.kind, self.about, self.what) == (other.kind, other.about, other.what)
+        alike = (self.kind, self.about, self.what) == (other.kind, other.about, other.what)
+        return alike and (self.drops == other.drops or self.kind not in (*_OF_GRADIENTS, CollectiveKind.BEGIN))
 
     @property
     def place(self) -> str:
         """The rank's point in its program, in words."""
         if self.kind in (CollectiveKind.GATHER, CollectiveKind.BEGIN):
             return "a forward or backward"
+        if self.kind is CollectiveKind.DROP:
+            return "optimizer.zero_grad() with gradients to drop"
         return self.what or ("a backward" if self.kind is CollectiveKind.REDUCE else "optimizer.step()")
 
 
@@ -74,6 +83,8 @@ class ProgramPart:
     """The expected trace of steps."""
     versions: tuple[int, ...]
     """Each unit's number of updates when the part began."""
+    drops: int = 0
+    """How often the program has dropped the gradients of this step before."""
 
 
 class CollectiveOrder:
@@ -93,6 +104,11 @@ class CollectiveOrder:
     want. So ranks may want things in any order, and none waits forever: a rank that announces nothing is computing or
     in a collective. Backward has the gradients of the last unit first. So ranks with other experts still reduce each
     unit once, with all gradients of a backward.
+
+    *Dropped gradients.* A rank that drops gradients leaves its list. If it has made some, it waits until every other
+    rank has dropped as often. A collective about gradients comes before those of ranks that have dropped more often. So
+    a rank without gradients, such as one whose forward has failed, says nothing, and its next gradients come after the
+    DROP of the others.
 
     *The end.* A rank on which something has failed takes part in the rest of its list, so that no rank waits for it,
     and then announces the failure. Once a rank has failed or left, all others raise RankError at their next
@@ -153,13 +169,17 @@ class CollectiveOrder:
         asking = self._askers(call, self._settle(call))
         return {*self._sharers(call.about)}.issubset(asking)
 
-    def come_together(self, call: Call, part: ProgramPart | None, step: bool | None) -> None:
-        """Reach a collective that needs all ranks. `step` is not None if a step ends with it. It then says whether the
-        next step is expected to be like this one."""
-        if part is not self._part or step is not None:
-            self.leave(whole=step is not False)
+    def come_together(self, call: Call, part: ProgramPart | None, step: bool) -> None:
+        """Reach a collective that needs all ranks. `step`: a step ends with it."""
+        if part is not self._part or step:
+            self.leave(whole=True)
         elif self._wanted is not None and not self._claim(call):
             self._pass_over_rest()
+        self._settle(call)
+
+    def drop(self, call: Call) -> None:
+        """Reach a DROP of gradients that this rank has made."""
+        self.leave(whole=False)
         self._settle(call)
 
     def leave(self, whole: bool) -> None:
@@ -196,12 +216,13 @@ class CollectiveOrder:
             self._known.clear()
             self._trace = part.trace
         known = self._known[part.number]
-        mine = Call(CollectiveKind.BEGIN, part.number, lists=tuple(_hash(calls, sum(part.versions)) for calls in known))
+        hashes = tuple(_hash(calls, sum(part.versions)) for calls in known)
+        mine = Call(CollectiveKind.BEGIN, part.number, lists=hashes, drops=part.drops)
         said = self._settle(mine)
         self._wanted = []
         if all(call.is_with(mine) for call in said):
-            for number, hashes in enumerate(zip(*(call.lists for call in said), strict=True)):
-                if len({*hashes}) == 1 and hashes[0]:
+            for number, of_ranks in enumerate(zip(*(call.lists for call in said), strict=True)):
+                if len({*of_ranks}) == 1 and of_ranks[0]:
                     known[1] = self._list = known[number]
                     break
         self._next = 0
@@ -270,8 +291,8 @@ class CollectiveOrder:
                 chosen = self._choose(call, calls)
                 if chosen.is_with(call) or chosen.kind is call.kind is CollectiveKind.GATHER:
                     return calls
-                if chosen.kind in _SERVED:
-                    self.served += 1
+                if chosen.kind in _OF_GRADIENTS:
+                    self.served += chosen.kind in _SERVED
                     asking = self._askers(chosen, calls)
                     self._take_part(chosen.kind, chosen.about, calls[asking[0]].version if asking else None)
         except BaseException as error:
@@ -293,8 +314,15 @@ class CollectiveOrder:
                     "on every rank."
                 )
         last_first = sorted(calls, key=lambda call: -call.about)  # the order in which backward has units' gradients
-        chosen = next((call for kinds in _FIRST for call in last_first if call.kind in kinds), calls[0])
-        if chosen.kind is CollectiveKind.ON_ALL_RANKS and not all(chosen.is_with(call) for call in calls):
+        chosen = next((call for kind in _FIRST for call in last_first if call.kind is kind), None)
+        if chosen is not None:
+            return chosen
+        of_gradients = [call for call in last_first if call.kind in _OF_GRADIENTS]
+        chosen = min(of_gradients, key=lambda call: (call.drops, call.kind is CollectiveKind.DROP), default=calls[0])
+        if chosen.kind in _SERVED:
+            return chosen
+        drops = chosen.kind is CollectiveKind.DROP
+        if not all(chosen.is_with(call) or (drops and chosen.drops < call.drops) for call in calls):
             wanted = ", ".join(f"rank {rank} is at {call.place}" for rank, call in enumerate(calls))
             raise UsageError(f"Ranks are at different points, but each of these needs all ranks: {wanted}.")
         return chosen

@@ -179,12 +179,16 @@ class RankGroup:
             raise UsageError(f"Ranks have multiplied their gradients by different numbers: {_INSTEAD}.")
         return square_sums_of_all, non_finite
 
-    def drop_gradients(self) -> None:
-        """Drop gradients that no step has used; all ranks call this at the same point."""
-        if self._reducer is None or (self._reducer.is_empty and not self._gradients.untaken()):
-            return
-        self._reducer.drop()
-        self.collectives.on_all_ranks("optimizer.zero_grad() with gradients to drop", lambda: None, step=False)
+    def drop_gradients(self) -> bool:
+        """All ranks drop gradients that no step has used. Returns whether this rank drops what it has now: if it has
+        made no gradient, it may have some of other ranks, and drops them when those drop theirs."""
+        if self._reducer is None:
+            return True
+        made = any(any(gradient.arrivals) for gradient in self._gradients.untaken())
+        if made:
+            self._reducer.drop()
+        self.collectives.drop_gradients(made)
+        return made
 
     def close(self) -> None:
         """Leave the others."""

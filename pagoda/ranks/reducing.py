@@ -88,7 +88,7 @@ class Reducer:
         self.use(self._buffers)
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
-        collectives.take_part[CollectiveKind.REDUCE] = self._take_part
+        collectives.take_part |= {CollectiveKind.REDUCE: self._take_part, CollectiveKind.DROP: self._drop_others}
 
     def use(self, buffers: Buffers) -> None:
         """Use these buffers from now on. No gradient is in others."""
@@ -151,17 +151,18 @@ class Reducer:
         announced.finish()
         handle.then(partial(self._give_up, filling, handle))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has arrived that has not been reduced."""
-        return self._filling is None
-
     def drop(self) -> None:
         """Forget what has not been reduced yet."""
         filling, self._filling = self._filling, None
         if filling is not None:
             for copy in filling.copies:
                 copy.wait()
+
+    def _drop_others(self, _unit: LiveUnit, _version: int | None) -> None:
+        """Other ranks drop gradients, and this rank has made none of them. What it has made since follows them."""
+        for gradient in self._gradients.untaken():
+            gradient.present.clear()
+            gradient.bad_elsewhere = None
 
     def _open(self, unit: LiveUnit) -> _Filling:
         gradient = self._gradients.open(unit)

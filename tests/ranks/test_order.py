@@ -14,8 +14,8 @@ from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPar
 from .wire import FakeWire, Table
 
 Event = tuple[str, Any]
-"""What compute does: "gather", "reduce" or "evaluate" a unit, "read" something together, "fail" at what the event is
-about, "leave"."""
+"""What compute does: "gather", "reduce" or "evaluate" a unit, "read" something together, "drop" gradients (True: it has
+made some), "fail" at what the event is about, "leave"."""
 UNITS = 5
 KINDS = {kind.name.lower(): kind for kind in CollectiveKind}
 
@@ -38,7 +38,10 @@ class Rank(threading.Thread):
         everyone = range(len(said.rows))
 
         def take_part(kind: CollectiveKind, unit: int, _: int | None) -> None:
-            self.meet(kind.name.lower(), unit, mine=False)
+            if kind is CollectiveKind.DROP:
+                self.log.append(("drop", 0, False))
+            else:
+                self.meet(kind.name.lower(), unit, mine=False)
 
         self.order = CollectiveOrder(transport, take_part, lambda _: everyone, lambda _: everyone, listed)
 
@@ -53,21 +56,28 @@ class Rank(threading.Thread):
             self.error = error
 
     def step(self, events: Sequence[Event]) -> None:
-        part, position = ProgramPart(0, "trace", (0,) * UNITS), 0
+        part, position, drops = ProgramPart(0, "trace", (0,) * UNITS), 0, 0
         for kind, about in events:
             fails = kind == "fail"
             kind, about = about if fails else (kind, about)
             if kind == "leave":
                 raise SystemExit(self.order.close())
             if kind == "read":
-                self.order.come_together(together(f"reading {about}", position), part, None)
+                self.order.come_together(together(f"reading {about}", position), part, False)
+                continue
+            if kind == "drop":
+                self.order.drop(Call(KINDS[kind], drops=drops)) if about else self.order.leave(whole=False)
+                drops += 1
+                part = ProgramPart(0, "trace", (0,) * UNITS)
+                if about:
+                    self.log.append((kind, 0, True))
                 continue
             wanted = None if kind == "evaluate" else 1
             if part.number not in (1, wanted):
-                part = ProgramPart(wanted, "trace", (0,) * UNITS)
+                part = ProgramPart(wanted, "trace", (0,) * UNITS, drops)
             if kind in ("gather", "reduce"):
                 position = max(position, about if kind == "gather" else 2 * UNITS - about)
-            call = Call(KINDS.get(kind, CollectiveKind.GATHER), about, position=position)
+            call = Call(KINDS.get(kind, CollectiveKind.GATHER), about, position=position, drops=drops)
             if fails:
                 self.order.fail(call, part, alike=False)
                 raise OSError("the drive is gone")
@@ -164,6 +174,28 @@ def test_what_ranks_do_jointly_in_a_step_is_never_passed_over() -> None:
     for rank in play([[step] * 2, [step, without]]):
         assert isinstance(rank.error, UsageError)
         assert "Ranks are at different points" in str(rank.error)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("others", [[], [("drop", False)], [*gathers(0, 1), ("drop", False)]])
+def test_gradients_that_some_ranks_have_made_are_dropped_before_the_next_ones_of_all(
+    others: list[Event], listed: bool
+) -> None:
+    """Also if the others have said nothing, because their forwards have failed, and have gone on."""
+    dropping = [*gathers(0, 1, 2, 3), *reduces(3, 2), ("drop", True), *USUAL]
+    steps = [[USUAL, dropping, USUAL], [USUAL, [*(others or dropping[: -len(USUAL)]), *USUAL], USUAL]]
+    first, second = play(steps, listed)
+    assert first.error is second.error is None
+    assert first.kinds == second.kinds
+    gradients = [kind for kind in first.kinds if kind[0] != "gather"]
+    assert ("drop", 0) in gradients[4:-8]
+    assert gradients[-8:] == 2 * reduces(3, 2, 1, 0)
+
+
+def test_ranks_of_which_one_drops_gradients_that_the_other_steps_with_are_told() -> None:
+    for rank in play([[[*reduces(1), ("drop", True)]], [reduces(1)]]):
+        assert isinstance(rank.error, UsageError)
+        assert "rank 0 is at optimizer.zero_grad() with gradients" in str(rank.error)
 
 
 def test_ranks_that_evaluate_together_gather_together() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from pagoda.autograd import stepper
-from pagoda.ranks import gathering, reducing
+from pagoda.ranks import gathering, order, reducing
 from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, speculation, store, updaters, updates
 from pagoda.schedule import stream
 
@@ -263,7 +263,17 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "for spans in (self._shards.trained_slices(spec),):",
         ),
     },
+    order: {
+        "gradients of all numbers of drops are added up together": (
+            "(call.drops, call.kind is CollectiveKind.DROP)",
+            "(call.kind is CollectiveKind.DROP, call.drops)",
+        ),
+    },
     reducing: {
+        "what other ranks have dropped stays": (
+            "            gradient.present.clear()\n",
+            "            pass\n",
+        ),
         "a gradient is reduced before it is copied": (
             "(*filling.copies, announced), nbytes",
             "(announced,), nbytes",

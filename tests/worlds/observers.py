@@ -35,6 +35,8 @@ class Observed(Scheduler):
         self.fetches_of_ranks = fetches_of_ranks
         self.fetched = 0
         """How many of these this rank has fetched."""
+        self.apart = False
+        """Whether ranks have done different things, so that they may fetch different units from then on."""
         self.facts = Facts(self, require)
         self.observers = [self.facts, *(kind(self, require) for kind in OBSERVERS)]
         self.event = ""
@@ -699,6 +701,8 @@ class Agreement(Observer):
             self._compare((op.unit, op.run, op.version))
 
     def _compare(self, fetch: tuple[Any, ...]) -> None:
+        if self.scheduler.apart:
+            return
         fetches, place = self.scheduler.fetches_of_ranks, self.scheduler.fetched
         self.scheduler.fetched += 1
         if place == len(fetches):

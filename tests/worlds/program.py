@@ -280,6 +280,21 @@ class Program:
             x = model.experts(x, self, chosen)
         return x
 
+    def a_dropped_pass(self) -> None:
+        """All ranks drop the gradients of a pass in which each gets as far as it does."""
+        self.scheduler.apart = True
+        state = self.rng.getstate()
+        with suppress(InterruptionError):
+            far = self.own.randrange(3)
+            loss = self.model(self.forward) if far > 0 else None
+            if loss is not None and far > 1:
+                loss.sum().backward()
+            del loss
+        self.rng.setstate(state)
+        self.drop()
+        self.coming.clear()
+        self.arrived.clear()
+
     def evaluate_now_and_then(self) -> None:
         """Another layer is used meanwhile, as an evaluation does."""
         if self.rng.random() < self.rules.departures / 4:
@@ -306,6 +321,8 @@ class Program:
             self.order = tuple(rng.sample(self.order, len(self.order)))
         self.coming.clear()
         self.arrived.clear()
+        if rules.ranks > 1 and rules.mode != "during backward" and not rules.holds and rng.random() < 0.2:
+            self.a_dropped_pass()
         passes = rules.accumulation + (not rules.announced and rng.random() < 0.1)
         try:
             for _ in range(passes):
