@@ -123,7 +123,7 @@ def wrap(
             `Updates("async", max_staleness=N)` by at most N steps. The lag depends only on the number of the step, so
             equal runs give equal bits. Each gradient is still applied as its own step and clipped by its own norm.
             `state_dict` and `gathered` read states with every update. A forward between steps reads the weights of the
-            next step. Neither changes a bit. After a checkpoint and `optimizer.drain()`, the next step reads every
+            next step. Neither they nor a checkpoint changes a bit. After `optimizer.drain()`, the next step reads every
             update. `Updates(speculate=...)` allows updates during backward before the norm is known.
         activations: What happens to activations between forward and backward: see `Activations`.
         tiles: Which operators run in pieces: see `Tiles`.

@@ -161,7 +161,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             group.update(changed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true."""
+        """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true. With several
+        ranks, all call it equally often in a step."""
         self._engine.accesses.check_open()
         with self._engine.accesses.turn, as_plain():
             self._engine.stepper.zero_grad()

@@ -371,7 +371,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "a spill that failed is never tried again": (
-            'told that a SPILL has failed."""\n        self._spilling_fails = False',
+            'told that a SPILL has failed."""\n        self.spilling_fails = False',
             'told that a SPILL has failed."""',
             "schedule/test_schedule.py",
         ),

@@ -183,8 +183,12 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
         if not all(map(str.isidentifier, states)) or BUFFERS in states or len({*states}) < len(states):
             raise self._damaged(f"'states' is {states}")
         late = self.manifest.get(LATE)
-        if (WEIGHT_BACK in states) is not bool(late and late["parameters"] and late["max_staleness"] > 0):
+        if (WEIGHT_BACK in states) is (late is None):
             raise self._damaged(f"'states' is {states}, and {LATE!r} says otherwise")
+        if late is not None and not (
+            self.lags and 0 <= max(lag for _, lag in self.lags.values()) <= late["max_staleness"]
+        ):
+            raise self._damaged(f"{LATE!r} is {late}")
         if WEIGHT not in states or (PAGED in self.manifest and {*self.manifest[PAGED]["dtypes"]} != {*states}):
             raise self._damaged(f"'states' is {states}, which lacks {WEIGHT!r} or differs from the states of its pages")
 

@@ -70,8 +70,8 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
 def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float, Options | None]:
     """The estimated gain of a change. If some of the layers were simulated: also the options of their plan.
 
-    If the plan has many units, that is so. Their step takes `before_s` without the change. If there is no such part, or
-    it does not fit its share of a tier (infinite seconds), all layers are simulated.
+    Of a plan with many units, only some layers are simulated. Their step takes `before_s` without the change. If there
+    is no such part, or it does not fit its share of a tier (infinite seconds), all layers are simulated.
     """
     kinds = _kinds(change.problem, best)
     after = change.problem.to_compare(best.plan)
@@ -84,8 +84,8 @@ def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float,
 
 
 def _kinds(problem: Problem, best: Candidate) -> tuple[Options, ...]:
-    """The options of the chosen plan, and the default options for where these do not fit. Without a search, so a faster
-    plan may exist."""
+    """The options of the chosen plan, then the default options, in case the former do not fit. There is no search, so a
+    faster plan may exist."""
     chosen, options = best.options, problem.options
     as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
     return tuple(dict.fromkeys((as_chosen, options)))

@@ -42,7 +42,8 @@ def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None
 
 
 class _StateDict(Mapping[str, torch.Tensor]):
-    """The state dict of a paged model, for hooks on saving. It takes no memory until one looks at it."""
+    """The state dict of a paged model, for hooks on saving. It takes no memory until one looks at it; `dict` copies
+    it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._read = cache(model.state_dict)
@@ -98,8 +99,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         if self.num_processes != launched().size:
             raise ConfigError(
-                f"torchrun started {launched().size} processes, but Accelerate takes each for the only one: on CPUs, "
-                "use Accelerator(cpu=True) or set ACCELERATE_USE_CPU=1."
+                f"Accelerate has {self.num_processes} processes, and torchrun's environment {launched().size}. Start "
+                "them with torchrun; on CPUs, also use Accelerator(cpu=True) or set ACCELERATE_USE_CPU=1."
             )
         self.paging.check_device(self.device)
 
@@ -173,7 +174,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
         """Like Accelerate's, but the state of paged models is written in pieces. All files are in a directory
         `pagoda-N` of `output_dir`. An older save is deleted once the new one is complete and on the disk."""
-        self._meet("accelerator.save_state()")
+        self._agree("accelerator.save_state()")
         project = self.project_configuration
         automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
         try:
@@ -202,13 +203,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         not damaged, and warns of later ones. Raises CheckpointError if there is none."""
         if input_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("Name the directory to load, or set automatic_checkpoint_naming in ProjectConfiguration.")
-        self._meet("accelerator.load_state()")
+        self._agree("accelerator.load_state()")
         outers = [Path(input_dir).expanduser()] if input_dir is not None else self._automatic()
         save = newest(outers)
         with self._optimizers_without_paged(), self._last(self.register_load_state_pre_hook, self._load_paged):
             super().load_state(str(save), *args, **kwargs)
 
-    def _meet(self, what: str) -> None:
+    def _agree(self, what: str) -> None:
         """All ranks are at this point. Raises UsageError if some go on with training instead: else they would wait for
         this rank in Accelerate's own collectives, and it for them, for ever."""
         for _, optimizer in self._paged:
@@ -224,7 +225,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Like Accelerate's. While state is saved, that of a paged model is read only if a hook looks at it."""
-        if self._saving and self._is_in_pages(model):
+        if self._saving and not unwrap and self._is_in_pages(model):
             return _StateDict(model)
         return super().get_state_dict(model, unwrap)
 

@@ -160,7 +160,7 @@ class Collectives:
             self._device.computing()
             self._await(lambda: self.order.drop(call), call.place)
         elif self._part is not None and self._part.number == _STEP:
-            self.lane.submit(lambda: self.order.leave(whole=False), (), 0, "")
+            self.lane.submit(lambda: self.order.leave(whole=False), (), 0, "optimizer.zero_grad()")
         else:
             return
         self._begin(_BETWEEN)

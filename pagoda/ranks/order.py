@@ -105,10 +105,10 @@ class CollectiveOrder:
     in a collective. Backward has the gradients of the last unit first. So ranks with other experts still reduce each
     unit once, with all gradients of a backward.
 
-    *Dropped gradients.* A rank that drops gradients leaves its list. If it has made some, it waits until every other
-    rank has dropped as often. A collective about gradients comes before those of ranks that have dropped more often. So
-    a rank without gradients, such as one whose forward has failed, says nothing, and its next gradients come after the
-    DROP of the others.
+    *Dropped gradients.* Programs call `zero_grad()` equally often in a step, and a call here carries how often. At
+    `zero_grad()`, a rank leaves its list. If it has made gradients, it waits in a DROP until every other rank has
+    called it as often. Calls with a lower number come first. So a rank without gradients, such as one whose
+    forward has failed, does not wait, and the gradients that it makes next come after the DROP of the others.
 
     *The end.* A rank on which something has failed takes part in the rest of its list, so that no rank waits for it,
     and then announces the failure. Once a rank has failed or left, all others raise RankError at their next

@@ -180,8 +180,8 @@ class RankGroup:
         return square_sums_of_all, non_finite
 
     def drop_gradients(self) -> bool:
-        """All ranks drop gradients that no step has used. Returns whether this rank drops what it has now: if it has
-        made no gradient, it may have some of other ranks, and drops them when those drop theirs."""
+        """All ranks drop gradients that no step has used. Returns whether this rank drops its gradients now. A rank
+        that has made none may have those of other ranks, and drops them in the DROP of these."""
         if self._reducer is None:
             return True
         made = any(any(gradient.arrivals) for gradient in self._gradients.untaken())

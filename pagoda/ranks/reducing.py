@@ -159,7 +159,8 @@ class Reducer:
                 copy.wait()
 
     def _drop_others(self, _unit: LiveUnit, _version: int | None) -> None:
-        """Other ranks drop gradients, and this rank has made none of them. What it has made since follows them."""
+        """Other ranks drop gradients, and this rank has made none of them. Those that it makes later are reduced after
+        this DROP."""
         for gradient in self._gradients.untaken():
             gradient.present.clear()
             gradient.bad_elsewhere = None

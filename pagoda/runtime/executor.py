@@ -110,9 +110,9 @@ class Executor:
                 self.driver.tell(self._let_go, operation)
 
     def raise_spill_failure(self) -> None:
-        """Raise the error of a SPILL since compute last asked, if there is one. The SPILL is then tried again."""
+        """If a SPILL has failed and is not tried again, raise its error, and try it again."""
         error, self.spill_failure = self.spill_failure, None
-        if error is not None:
+        if error is not None and self._scheduler.spilling_fails:
             self.driver.tell(self._scheduler.spill_again)
             raise error
 

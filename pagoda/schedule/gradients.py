@@ -45,8 +45,8 @@ class Gradients:
         """Records that an update reads, in the order in which the updates began."""
         self._spilled: dict[GradientRecord, None] = {}
         """Records of which a SPILL is under way."""
-        self._spilling_fails = False
-        """Whether a SPILL has failed since compute last made a gradient or was told so. None is tried until then."""
+        self.spilling_fails = False
+        """Whether a SPILL has failed since compute last made a gradient or was told. Until then, none is tried."""
         self.changes = False
         """Whether something has happened since the last pump that may give a buffer to a record. If not, no pump is
         needed."""
@@ -88,7 +88,7 @@ class Gradients:
         if kind is Kind.SPILL:
             del self._spilled[record]
             record.clean = record.clean and not failed
-            self._spilling_fails = self._spilling_fails or failed
+            self.spilling_fails = self.spilling_fails or failed
         else:
             record.lost = record.lost or failed
         self._changed(record)
@@ -99,7 +99,7 @@ class Gradients:
 
     def spill_again(self) -> None:
         """Compute was told that a SPILL has failed."""
-        self._spilling_fails = False
+        self.spilling_fails = False
         self.changes = True
 
     def use(self, record: GradientRecord) -> None:
@@ -207,7 +207,7 @@ class Gradients:
             if record.clean:
                 self._free(record)
                 return True
-        if self._idle and not self._busy and not self._spilling_fails:
+        if self._idle and not self._busy and not self.spilling_fails:
             self._spill(next(iter(self._idle)))
         return False
 
@@ -232,7 +232,7 @@ class Gradients:
 
     def _deliver(self, record: GradientRecord, delivery: Any) -> None:
         """Something is there for a record's buffer."""
-        self._spilling_fails = False
+        self.spilling_fails = False
         record.made.append(delivery)
         self._wait(record)
 

@@ -121,7 +121,8 @@ class Leases:
         """Slabs that may have such units, by the time of the slab's first unit in `_idle`."""
         self._no_room: dict[int, tuple[int, float]] = {}
         """Slab -> the frames and the time for which its leases could not make room. It holds for more frames and later
-        times, too, until a lease there is idle or free. A use that passes without an access is not noticed."""
+        times, too. It is forgotten when a lease there becomes idle or free. An expected use that does not happen does
+        not clear it, so a prefetch may begin later."""
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True

@@ -240,9 +240,9 @@ class Scheduler:
         """An operation has failed. The executor raises its error where it matters.
 
         A failed FETCH, SPILL or SAVE loses nothing. A FETCH is retried as long as compute waits for it, and a SPILL
-        when compute next makes a gradient or was told of it (`spill_again`). After a failed OFFLOAD the step must be
-        dropped. A failed speculative UPDATE is undone. After any other failure, no state can be used until all are
-        `restored`.
+        when compute next makes a gradient, or once it has been told (`spill_again`). After a failed OFFLOAD the step
+        must be dropped. A failed speculative UPDATE is undone. After any other failure, no state can be used until all
+        are `restored`.
         """
         if operation.kind is Kind.UPDATE:
             self.updates.update_failed(operation.about)
@@ -326,6 +326,11 @@ class Scheduler:
         """What holds compute back before it makes more gradients, because a gradient has no buffer yet: the operation
         that will probably free one, and its unit. None if compute can go on."""
         return self.gradients.held_back
+
+    @property
+    def spilling_fails(self) -> bool:
+        """Whether a SPILL has failed and none is tried."""
+        return self.gradients.spilling_fails
 
     @property
     def buffers_exhausted(self) -> bool:
