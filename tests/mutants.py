@@ -481,8 +481,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "old leases outlive what has been restored": (
-            "        for unit in range(len(self.plan.units)):\n            self.leases.changed(unit)\n",
-            "",
+            "            weights.edition += 1\n            self.leases.changed(unit)\n",
+            "            weights.edition += 1\n",
             "schedule/test_schedule.py",
         ),
     },

@@ -224,7 +224,6 @@ class Snapshot:
                     for param in unit.params:
                         param.grad = None
                     unit.steps = [manifest["steps"][p.whole] for p in self._parameters(unit)[: unit.trainable]]
-                    self._engine.accesses.overwritten(unit)
                 self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
         rank, generators = self._engine.links.mesh.everyone.rank, [manifest["rng"], *manifest["rank_rng"]]
         if rank < len(generators):  # a rank that the saved run did not have keeps its own

@@ -166,7 +166,8 @@ class Scheduler:
         late the weights are (`Late`)."""
         self.updates.restored(lags)
         self.checkpoint.restored()
-        for unit in range(len(self.plan.units)):
+        for unit, weights in enumerate(self.versions.of):  # with the new edition, other ranks may read them
+            weights.edition += 1
             self.leases.changed(unit)
         self.turns.restored(turn)
         self._pump()
