@@ -187,6 +187,8 @@ class Executor:
     def _ended(self, operation: Operation, error: BaseException | None) -> None:
         if error is None:
             self.driver.tell(self._scheduler.ended, operation)
+            if self.spill_failure is not None:
+                self.driver.tell(self._end_lost_capture)
         elif operation.kind is Kind.FETCH:
             # It is tried again as long as compute waits. Ended operations must be reported first, for example that the
             # update failed which makes the weights. Otherwise each try would fail at once.
@@ -217,7 +219,7 @@ class Executor:
 
     def _end_lost_capture(self) -> None:
         if self.capture is not None and self._scheduler.checkpoint_lost:
-            self.capture.end(self.damage.cause)
+            self.capture.end(self.damage.cause or self.spill_failure)
 
     def _fetch(self, operation: Operation) -> None:
         after = [record.payload.shown for record in operation.gradients]

@@ -350,8 +350,9 @@ class Scheduler:
 
     @property
     def checkpoint_lost(self) -> bool:
-        """Whether the checkpoint waits for an update after one has failed. It may then never end."""
-        return self.checkpoint.lost
+        """Whether the checkpoint waits for an update that may never come: one has failed, or one needs the buffer of a
+        gradient that could not be written to SSD."""
+        return self.checkpoint.lost or (self.spilling_fails and self.idle and self.checkpoint.left > 0)
 
     @property
     def late(self) -> Late:
