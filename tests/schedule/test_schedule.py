@@ -304,8 +304,14 @@ def test_updates_that_need_the_buffer_of_what_could_not_be_written_begin_once_co
     scheduler.end_step(clipped=False)
     assert units_of(Kind.UPDATE, end_all(scheduler)) == []
     assert scheduler.idle
+    scheduler.prepare_checkpoint()
+    scheduler.begin_checkpoint()
+    end_all(scheduler)
+    assert scheduler.checkpoint_lost
+    scheduler.end_checkpoint()
     scheduler.spill_again()
     assert units_of(Kind.UPDATE, end_all(scheduler)) == [0, 1, 2]
+    assert not scheduler.checkpoint_lost
 
 
 def test_a_gradient_does_not_arrive_in_a_buffer_that_an_update_reads() -> None:
