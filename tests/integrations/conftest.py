@@ -1,11 +1,11 @@
 """Frameworks keep state for a whole process; here each test has its own."""
 
-import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from garbage import only_of_this_test
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def _as_in_a_new_process() -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState
 
     before = dict(os.environ)
-    gc.freeze()  # accelerate collects garbage several times in a run: of this test alone
+    only_of_this_test()  # accelerate collects garbage several times in a run
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,16 +1,15 @@
 """What tests of this folder are given."""
 
-import gc
 from pathlib import Path
 
 import pytest
+from garbage import only_of_this_test
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _collections_look_at_this_folders_objects() -> None:
     """Many tests here collect garbage to see what is left."""
-    gc.collect()
-    gc.freeze()
+    only_of_this_test()
 
 
 @pytest.fixture

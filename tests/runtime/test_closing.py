@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from garbage import all_of_earlier_tests, only_of_this_test
 from pairwise import each_once
 from torch import nn
 from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, assert_equal, squeeze
@@ -32,8 +33,9 @@ def threads() -> set[str]:
 @pytest.fixture(autouse=True)
 def _nothing_else_runs() -> None:
     """And collections look at what the test makes alone."""
-    gc.collect()
-    gc.freeze()
+    only_of_this_test()
+    if threads():
+        all_of_earlier_tests()
     assert threads() == set()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork
+from garbage import only_of_this_test
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from zoo import ALL_ON_SSD, squeeze
@@ -35,8 +36,7 @@ SOON_S = 20
 
 @pytest.fixture(autouse=True)
 def _collections_look_at_what_a_test_makes() -> None:
-    gc.collect()
-    gc.freeze()
+    only_of_this_test()
 
 
 def ends_well(work: Callable[[], object]) -> None:
