@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 from pagoda.errors import RankError, UsageError
 from pagoda.ranks.transport import Transport
@@ -23,7 +24,7 @@ class CollectiveKind(IntEnum):
     ON_ALL_RANKS = 3
     """A collective that runs only once all ranks want it."""
     BEGIN = 4
-    """Follow a list of collectives that all ranks have run before."""
+    """Begin a section of the program, and follow a list of collectives that all ranks have run in it before."""
     LEAVE = 5
     """Leave: the rank has closed its optimizer."""
     FAIL = 6
@@ -34,10 +35,21 @@ class CollectiveKind(IntEnum):
 
 _SERVED = (CollectiveKind.REDUCE, CollectiveKind.SHARE)
 """A rank that waits for anything takes part in these without wanting them."""
-_FIRST = (CollectiveKind.GATHER, CollectiveKind.BEGIN)
-"""The kinds that come first, in this order. They let ranks that are behind catch up with the others."""
-_OF_GRADIENTS = (*_SERVED, CollectiveKind.DROP)
-"""These come next. Ranks that have dropped their gradients less often are first."""
+_IN_STEP = {CollectiveKind.REDUCE: 0, CollectiveKind.SHARE: 0, CollectiveKind.BEGIN: 1, CollectiveKind.DROP: 2}
+"""These come after GATHER, in this order. Ranks that have dropped their gradients less often are first."""
+
+
+class Section(NamedTuple):
+    """A section of a step's program: a forward, a backward, or what comes after one. Later ones are larger."""
+
+    drops: int = 0
+    """How often the program has dropped the gradients of this step before."""
+    forwards: int = 0
+    """The forwards of the model for this step that it has begun since then."""
+    ends: int = 0
+    """The ends since then: of that forward, and of backwards."""
+    evaluations: int = 0
+    """The evaluations that have ended since then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +65,23 @@ class Call:
     """The unit's number of updates. 0 in a list: no weights change within a part that has one."""
     position: int = field(default=0, compare=False)
     """Compute's position in the trace when the rank wanted it. A GATHER of a list waits until compute is there."""
-    drops: int = field(default=0, compare=False)
-    """How often the rank's program has dropped the gradients of this step before."""
+    section: Section = field(default=Section(), compare=False)
+    """The section of the rank's program. For BEGIN, the one that begins."""
     lists: tuple[int, ...] = ()
     """For BEGIN: a hash of each list that the rank can follow. 0 for none."""
 
     def is_with(self, other: "Call") -> bool:
         """Whether one collective answers both calls."""
         alike = (self.kind, self.about, self.what) == (other.kind, other.about, other.what)
-        return alike and (self.drops == other.drops or self.kind not in (*_OF_GRADIENTS, CollectiveKind.BEGIN))
+        if self.kind is CollectiveKind.BEGIN:
+            return alike and self.section == other.section
+        return alike and (self.section.drops == other.section.drops or self.kind not in _IN_STEP)
+
+    @property
+    def turn(self) -> tuple[object, ...]:
+        """Of the kinds `_IN_STEP`, the least is next."""
+        section = self.section if self.kind is CollectiveKind.BEGIN else Section()
+        return self.section.drops, _IN_STEP[self.kind], section
 
     @property
     def place(self) -> str:
@@ -75,7 +95,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ProgramPart:
-    """A part of compute's program: a step from its first access to its end, or what comes after a step."""
+    """A part of compute's program: a section of a step, from its first access to its end, or what comes after it."""
 
     number: int | None
     """0 between steps, 1 in a step. None for evaluation between steps, which has no list."""
@@ -83,8 +103,7 @@ class ProgramPart:
     """The expected trace of steps."""
     versions: tuple[int, ...]
     """Each unit's number of updates when the part began."""
-    drops: int = 0
-    """How often the program has dropped the gradients of this step before."""
+    section: Section = Section()
 
 
 class CollectiveOrder:
@@ -134,7 +153,7 @@ class CollectiveOrder:
         self._listed = listed
         self._part: ProgramPart | None = None
         """The current part of this rank's program."""
-        self._known: dict[int, list[Sequence[Call]]] = defaultdict(lambda: [(), ()])
+        self._known: dict[tuple[int | None, ...], list[Sequence[Call]]] = defaultdict(lambda: [(), ()])
         """By part: the list of the last time, and the last list that all ranks had in common."""
         self._trace: object = None
         """The trace to which the entries of known lists refer."""
@@ -186,9 +205,8 @@ class CollectiveOrder:
         """End the part: take part in the rest of its list. If the part was `whole`, remember its list."""
         if self._wanted is not None:
             assert self._part is not None
-            assert self._part.number is not None
             self._pass_over_rest()
-            self._known[self._part.number][0] = tuple(self._wanted) if whole else ()
+            self._known_of(self._part)[0] = tuple(self._wanted) if whole else ()
         self._part, self._list, self._wanted = None, (), None
 
     def close(self) -> None:
@@ -206,18 +224,19 @@ class CollectiveOrder:
         if not alike:
             self._stop()
 
-    def _enter(self, part: ProgramPart | None) -> None:
-        """Begin another part of compute's program."""
+    def begin(self, part: ProgramPart) -> None:
+        """Begin another part of compute's program. Returns once no other rank is in an earlier section."""
         self.leave(whole=True)
         self._part = part
-        if part is None or part.number is None or not self._listed:
+        mine = Call(CollectiveKind.BEGIN, part.number or 0, section=part.section)
+        if not self._has_list(part):
+            self._settle(mine)
             return
         if part.trace is not self._trace:
             self._known.clear()
             self._trace = part.trace
-        known = self._known[part.number]
-        hashes = tuple(_hash(calls, sum(part.versions)) for calls in known)
-        mine = Call(CollectiveKind.BEGIN, part.number, lists=hashes, drops=part.drops)
+        known = self._known_of(part)
+        mine = replace(mine, lists=tuple(_hash(calls, sum(part.versions)) for calls in known))
         said = self._settle(mine)
         self._wanted = []
         if all(call.is_with(mine) for call in said):
@@ -226,6 +245,21 @@ class CollectiveOrder:
                     known[1] = self._list = known[number]
                     break
         self._next = 0
+
+    def _enter(self, part: ProgramPart | None) -> None:
+        """Compute is in another part of its program."""
+        if part is not None and self._has_list(part):
+            self.begin(part)
+        else:
+            self.leave(whole=True)
+            self._part = part
+
+    def _has_list(self, part: ProgramPart) -> bool:
+        return self._listed and part.number is not None
+
+    def _known_of(self, part: ProgramPart) -> list[Sequence[Call]]:
+        _, *section = part.section
+        return self._known[part.number, *section]
 
     def _claim(self, call: Call) -> bool:
         """Advance to an entry of the list. Returns False if the list does not have it, or it is not due yet."""
@@ -291,7 +325,7 @@ class CollectiveOrder:
                 chosen = self._choose(call, calls)
                 if chosen.is_with(call) or chosen.kind is call.kind is CollectiveKind.GATHER:
                     return calls
-                if chosen.kind in _OF_GRADIENTS:
+                if chosen.kind in (*_SERVED, CollectiveKind.DROP):
                     self.served += chosen.kind in _SERVED
                     asking = self._askers(chosen, calls)
                     self._take_part(chosen.kind, chosen.about, calls[asking[0]].version if asking else None)
@@ -314,15 +348,15 @@ class CollectiveOrder:
                     "on every rank."
                 )
         last_first = sorted(calls, key=lambda call: -call.about)  # the order in which backward has units' gradients
-        chosen = next((call for kind in _FIRST for call in last_first if call.kind is kind), None)
-        if chosen is not None:
-            return chosen
-        of_gradients = [call for call in last_first if call.kind in _OF_GRADIENTS]
-        chosen = min(of_gradients, key=lambda call: (call.drops, call.kind is CollectiveKind.DROP), default=calls[0])
-        if chosen.kind in _SERVED:
+        gather = next((call for call in last_first if call.kind is CollectiveKind.GATHER), None)
+        if gather is not None:
+            return gather
+        in_step = [call for call in last_first if call.kind in _IN_STEP]
+        chosen = min(in_step, key=lambda call: call.turn, default=calls[0])
+        if chosen.kind in (*_SERVED, CollectiveKind.BEGIN):
             return chosen
         drops = chosen.kind is CollectiveKind.DROP
-        if not all(chosen.is_with(call) or (drops and chosen.drops < call.drops) for call in calls):
+        if not all(chosen.is_with(call) or (drops and chosen.section.drops < call.section.drops) for call in calls):
             wanted = ", ".join(f"rank {rank} is at {call.place}" for rank, call in enumerate(calls))
             raise UsageError(f"Ranks are at different points, but each of these needs all ranks: {wanted}.")
         return chosen

@@ -89,6 +89,7 @@ class Reducer:
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
         collectives.take_part |= {CollectiveKind.REDUCE: self._take_part, CollectiveKind.DROP: self._drop_others}
+        collectives.flush = lambda: self.flush(last=False)
 
     def use(self, buffers: Buffers) -> None:
         """Use these buffers from now on. No gradient is in others."""
@@ -98,6 +99,7 @@ class Reducer:
 
     def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
+        self._collectives.await_backward()
         if self._filling is not None and (self._filling.gradient.unit is not unit or slot in self._filling.arrived):
             self.flush(last=False)
         filling = self._filling = self._filling or self._open(unit)

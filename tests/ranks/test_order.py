@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import RankError, UsageError
-from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPart
+from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
 
 from .wire import FakeWire, Table
 
@@ -66,7 +66,7 @@ class Rank(threading.Thread):
                 self.order.come_together(together(f"reading {about}", position), part, False)
                 continue
             if kind == "drop":
-                self.order.drop(Call(KINDS[kind], drops=drops)) if about else self.order.leave(whole=False)
+                self.order.drop(Call(KINDS[kind], section=Section(drops))) if about else self.order.leave(whole=False)
                 drops += 1
                 part = ProgramPart(0, "trace", (0,) * UNITS)
                 if about:
@@ -74,10 +74,10 @@ class Rank(threading.Thread):
                 continue
             wanted = None if kind == "evaluate" else 1
             if part.number not in (1, wanted):
-                part = ProgramPart(wanted, "trace", (0,) * UNITS, drops)
+                part = ProgramPart(wanted, "trace", (0,) * UNITS, Section(drops))
             if kind in ("gather", "reduce"):
                 position = max(position, about if kind == "gather" else 2 * UNITS - about)
-            call = Call(KINDS.get(kind, CollectiveKind.GATHER), about, position=position, drops=drops)
+            call = Call(KINDS.get(kind, CollectiveKind.GATHER), about, position=position, section=Section(drops))
             if fails:
                 self.order.fail(call, part, alike=False)
                 raise OSError("the drive is gone")

@@ -265,8 +265,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     order: {
         "gradients of all numbers of drops are added up together": (
-            "(call.drops, call.kind is CollectiveKind.DROP)",
-            "(call.kind is CollectiveKind.DROP, call.drops)",
+            "return self.section.drops, _IN_STEP[self.kind], section",
+            "return _IN_STEP[self.kind], self.section.drops, section",
         ),
     },
     reducing: {

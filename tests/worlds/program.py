@@ -227,7 +227,7 @@ class Program:
 
     def gradients(self, layer: int) -> tuple[float, ...] | None:
         """What a layer's backward gives."""
-        if self.rng.random() < self.rules.departures / 20:
+        if self.rng is not self.own and self.rng.random() < self.rules.departures / 20:
             return None
         if self.rules.mode != "during backward":
             self.evaluate_now_and_then()
@@ -295,6 +295,35 @@ class Program:
         self.coming.clear()
         self.arrived.clear()
 
+    def a_pass_apart(self) -> None:
+        """Ranks use different layers. After each forward and backward they meet, as those of trainers do that add up
+        metrics."""
+        self.scheduler.apart = True
+        shared, self.rng = self.rng, self.own
+        loss = None
+        with suppress(InterruptionError):
+            loss = self.model(self.forward if self.rng.random() < 0.7 else self.idle)
+        self.world.network.meet()
+        if loss is not None and self.rng.random() < 0.9:
+            loss.sum().backward()
+        self.rng = shared
+        del loss
+        if self.rng.random() < 0.5:
+            self.world.network.meet()
+        if self.rng.random() < 0.3:
+            self.evaluate_apart()
+
+    def idle(self, _: Model, x: torch.Tensor) -> torch.Tensor:
+        """A forward that uses no layer."""
+        return x * 1.0
+
+    def evaluate_apart(self) -> None:
+        """Ranks evaluate with different layers, and meet."""
+        shared, self.rng = self.rng, self.own
+        self.evaluate()
+        self.rng = shared
+        self.world.network.meet()
+
     def evaluate_now_and_then(self) -> None:
         """Another layer is used meanwhile, as an evaluation does."""
         if self.rng.random() < self.rules.departures / 4:
@@ -324,9 +353,10 @@ class Program:
         if rules.ranks > 1 and rules.mode != "during backward" and not rules.holds and rng.random() < 0.2:
             self.a_dropped_pass()
         passes = rules.accumulation + (not rules.announced and rng.random() < 0.1)
+        apart = rules.ranks > 1 and not rules.announced and not rules.holds and rng.random() < 0.3
         try:
             for _ in range(passes):
-                self.a_pass()
+                self.a_pass_apart() if apart else self.a_pass()
         except InterruptionError:
             self.note("interrupted")
             self.drop()
