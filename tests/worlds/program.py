@@ -296,33 +296,32 @@ class Program:
         self.arrived.clear()
 
     def a_pass_apart(self) -> None:
-        """Ranks use different layers. After each forward and backward they meet, as those of trainers do that add up
-        metrics."""
+        """Ranks use different layers. They meet after forward, as those of trainers do that add up metrics, and after
+        backward, if all ranks have one."""
         self.scheduler.apart = True
+        meets, evaluates = self.rng.random() < 0.5, self.rng.random() < 0.3
         shared, self.rng = self.rng, self.own
         loss = None
         with suppress(InterruptionError):
-            loss = self.model(self.forward if self.rng.random() < 0.7 else self.idle)
+            loss = self.model(self.some_layers if meets or self.rng.random() < 0.5 else self.forward)
         self.world.network.meet()
-        if loss is not None and self.rng.random() < 0.9:
+        if loss is not None and (meets or self.rng.random() < 0.8):
             loss.sum().backward()
-        self.rng = shared
         del loss
-        if self.rng.random() < 0.5:
+        if meets:
             self.world.network.meet()
-        if self.rng.random() < 0.3:
-            self.evaluate_apart()
-
-    def idle(self, _: Model, x: torch.Tensor) -> torch.Tensor:
-        """A forward that uses no layer."""
-        return x * 1.0
-
-    def evaluate_apart(self) -> None:
-        """Ranks evaluate with different layers, and meet."""
-        shared, self.rng = self.rng, self.own
-        self.evaluate()
+            if evaluates:
+                self.evaluate()
+                self.world.network.meet()
         self.rng = shared
-        self.world.network.meet()
+
+    def some_layers(self, model: Model, x: torch.Tensor) -> torch.Tensor:
+        """A forward that uses some layers, one of which is trained."""
+        trained = self.rng.choice(self.rules.trained or [0])
+        for layer in self.order:
+            if layer == trained or self.rng.random() < 0.5:
+                x = model.layer(layer)(x, self)
+        return x
 
     def evaluate_now_and_then(self) -> None:
         """Another layer is used meanwhile, as an evaluation does."""
