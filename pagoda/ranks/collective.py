@@ -59,8 +59,6 @@ class Collectives:
     _left: bool = False
 
     def __post_init__(self) -> None:
-        self.flush: Callable[[], None] = lambda: None
-        """Submits the reduction of all gradients that a backward has made. The reducer sets this."""
         mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
         plan = self._scheduler.plan
         self.lane = Lane(COLLECTIVE)
@@ -120,7 +118,6 @@ class Collectives:
     def _end_backward(self, task: int) -> None:
         if self._backward == task:
             self._backward = None
-            self.flush()
             self._begin_section(self._section._replace(ends=self._section.ends + 1, evaluations=0))
 
     def _begin_section(self, section: Section) -> None:

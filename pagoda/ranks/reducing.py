@@ -89,7 +89,6 @@ class Reducer:
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
         collectives.take_part |= {CollectiveKind.REDUCE: self._take_part, CollectiveKind.DROP: self._drop_others}
-        collectives.flush = lambda: self.flush(last=False)
 
     def use(self, buffers: Buffers) -> None:
         """Use these buffers from now on. No gradient is in others."""
