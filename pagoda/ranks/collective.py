@@ -14,7 +14,7 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.units import UnitSpec
-from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
+from pagoda.ranks.order import FIRST, Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
 from pagoda.ranks.transport import Group, Transport
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane, wait_all
@@ -52,7 +52,7 @@ class Collectives:
     """The part of compute's program that it is in."""
     _part_is_new: bool = False
     """Whether the part has had no collective yet."""
-    _section: Section = Section()
+    _section: Section = FIRST
     """The section of compute's program."""
     _backward: int | None = None
     """The backward whose end will be noticed."""
@@ -187,7 +187,7 @@ class Collectives:
 
         self._await(run, what)
         if step:
-            self._section, self._backward = Section(), None
+            self._section, self._backward = FIRST, None
             self._begin(_BETWEEN)
         return results[0]
 

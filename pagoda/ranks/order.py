@@ -52,6 +52,9 @@ class Section(NamedTuple):
     """The evaluations that have ended since then."""
 
 
+FIRST = Section()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A collective that a rank wants. Calls of the same kind about the same thing are answered together."""
@@ -65,7 +68,7 @@ class Call:
     """The unit's number of updates. 0 in a list: no weights change within a part that has one."""
     position: int = field(default=0, compare=False)
     """Compute's position in the trace when the rank wanted it. A GATHER of a list waits until compute is there."""
-    section: Section = field(default=Section(), compare=False)
+    section: Section = field(default=FIRST, compare=False)
     """The section of the rank's program. For BEGIN, the one that begins."""
     lists: tuple[int, ...] = ()
     """For BEGIN: a hash of each list that the rank can follow. 0 for none."""
@@ -80,7 +83,7 @@ class Call:
     @property
     def turn(self) -> tuple[object, ...]:
         """Of the kinds `_IN_STEP`, the least is next."""
-        section = self.section if self.kind is CollectiveKind.BEGIN else Section()
+        section = self.section if self.kind is CollectiveKind.BEGIN else FIRST
         return self.section.drops, _IN_STEP[self.kind], section
 
     @property
@@ -103,26 +106,37 @@ class ProgramPart:
     """The expected trace of steps."""
     versions: tuple[int, ...]
     """Each unit's number of updates when the part began."""
-    section: Section = Section()
+    section: Section = FIRST
 
 
 class CollectiveOrder:
     """Decides with the other ranks which collective comes next. One thread calls all methods, in compute's order.
 
-    *With a list.* When a part of the program begins, each rank announces hashes of two lists of collectives: the list
+    *With a list.* When a section of a step begins, each rank announces hashes of two lists of collectives: the list
     that it wanted the last time, and the last list that all ranks had in common. If all ranks share one of them, they
-    follow it, and announce nothing before its collectives. A rank that reaches an entry has taken part in all earlier
-    entries, including those that it does not want. It reaches an entry for weights only once compute has reached the
-    entry's place in the trace, and it never skips an entry that needs all ranks. A collective that is not in the list,
-    or not due yet, does not advance the list. A rank requests such weights directly from the other ranks. Before any
-    other such collective, it skips the rest of the list.
+    follow it until the section ends, and announce nothing before its collectives. A rank that reaches an entry has
+    taken part in all earlier entries, including those that it does not want. It reaches an entry for weights only once
+    compute has reached the entry's place in the trace, and it never skips an entry that needs all ranks. A collective
+    that is not in the list, or not due yet, does not advance the list. A rank requests such weights directly from the
+    other ranks. Before any other such collective, it skips the rest of the list.
 
     *Without a list.* Before each collective, every rank announces what it wants. Ranks that want weights are answered
-    first: together if all want the same weights, otherwise each separately. BEGIN comes next, and then a collective in
-    which ranks that do not want it can take part, of the last unit first. They do so, and announce again what they
-    want. So ranks may want things in any order, and none waits forever: a rank that announces nothing is computing or
-    in a collective. Backward has the gradients of the last unit first. So ranks with other experts still reduce each
-    unit once, with all gradients of a backward.
+    first: together if all want the same weights, otherwise each separately. Next comes a collective in which ranks that
+    do not want it can take part, of the last unit first. They do so, and announce again what they want. So ranks may
+    want things in any order, and none waits forever: a rank that announces nothing is computing, in a collective, or
+    in one of the program's own. Backward has the gradients of the last unit first. So ranks with other experts still
+    reduce each unit once, with all gradients of a backward.
+
+    *Sections.* A rank announces BEGIN where a forward of the model or a backward has ended. Its compute goes on, but
+    its next collective waits until no other rank is in an earlier section. Meanwhile it takes part in what others need.
+
+    *Collectives of the program*, such as a mean of metrics, are not known here. A rank that waits in one announces
+    nothing. None does so forever if all ranks run equally many forwards and backwards between two such collectives,
+    whichever units they use, and none of these collectives is inside a forward or backward. For let rank A wait here
+    for rank B, while B's compute waits in the program's collective C. B announces nothing, so its last BEGIN before C
+    is over, and all ranks have come to that section. What A wants is about the forward or backward that comes next. In
+    A's program, C is before that, so A has passed C. Compute of a rank that has not is between that BEGIN and C, where
+    it waits for no other rank. So all ranks come to C, and B goes on.
 
     *Dropped gradients.* Programs call `zero_grad()` equally often in a step, and a call here carries how often. At
     `zero_grad()`, a rank leaves its list. If it has made gradients, it waits in a DROP until every other rank has

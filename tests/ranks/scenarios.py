@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +18,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from reference import InMemory
 from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from transformers import LlamaConfig, LlamaForCausalLM
-from reference import InMemory
 from zoo import Outcome, Recipe, assert_equal, batch, loss_of, precision_of, take_step
 
 import pagoda
@@ -726,6 +727,17 @@ def metrics_in_steps(out: Path, stage: int | None, passes: int, steady: bool) ->
         with torch.no_grad():
             dist.all_reduce(model(torch.ones(2, 8), both=rank == 0))
     return joined(model.state_dict())
+
+
+def meet_before_a_forward(out: Path) -> None:
+    """The second rank comes to a collective of the program before a forward, the first one after it."""
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    model, _ = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, mesh=pagoda.open_mesh(), precision="fp32")
+    group = dist.new_group(timeout=timedelta(minutes=1))
+    if place()[0] == 1:
+        dist.all_reduce(torch.zeros(1), group=group)
+    model(torch.ones(2, 8), both=True)
+    dist.all_reduce(torch.zeros(1), group=group)
 
 
 def change_between_steps(out: Path, how: str) -> Any:
