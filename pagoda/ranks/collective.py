@@ -121,11 +121,13 @@ class Collectives:
             self._begin_section(self._section._replace(ends=self._section.ends + 1, evaluations=0))
 
     def _begin_section(self, section: Section) -> None:
+        if self._left:  # the forward has been refused
+            return
         self._section = section
         self._begin(None if self._part is None else self._part.number)
         part = self._come()
         assert part is not None
-        self.lane.submit(lambda: self.order.begin(part), (), 0, "a forward or backward ends")
+        self.lane.submit(lambda: self.order.begin(part), (), 0, "the end of a forward or backward")
 
     def _begin(self, number: int | None) -> None:
         self._part, self._part_is_new = ProgramPart(number, self._scheduler.trace, (), self._section), True
@@ -133,7 +135,8 @@ class Collectives:
     def _come(self) -> ProgramPart | None:
         """The part of the next collective. Its versions are taken at its first one, since `step()` has changed them."""
         if self._part is not None and self._part_is_new:
-            self._part = replace(self._part, versions=tuple(self.edition(unit) for unit in self._units))
+            if self._part.number is not None:
+                self._part = replace(self._part, versions=tuple(self.edition(unit) for unit in self._units))
             self._part_is_new = False
         return self._part
 

@@ -105,7 +105,7 @@ class ProgramPart:
     trace: object
     """The expected trace of steps."""
     versions: tuple[int, ...]
-    """Each unit's number of updates when the part began."""
+    """Each unit's number of updates when the part began. Empty if the part has no list."""
     section: Section = FIRST
 
 
