@@ -183,7 +183,7 @@ class CollectiveOrder:
         self._stops = False
         """Whether to stop the others at the next announcement."""
         self.asked = 0
-        """The number of units that this rank had to request by itself, because the list does not have them."""
+        """The number of units that this rank had to request by itself."""
         self.served = 0
         """The number of collectives in which this rank took part without wanting them."""
 
@@ -200,7 +200,9 @@ class CollectiveOrder:
                 return False
             self._pass_over_rest()
         asking = self._askers(call, self._settle(call))
-        return {*self._sharers(call.about)}.issubset(asking)
+        together = {*self._sharers(call.about)}.issubset(asking)
+        self.asked += call.kind is CollectiveKind.GATHER and not together
+        return together
 
     def come_together(self, call: Call, part: ProgramPart | None, step: bool) -> None:
         """Reach a collective that needs all ranks. `step`: a step ends with it."""
