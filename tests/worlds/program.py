@@ -352,7 +352,7 @@ class Program:
         if rules.ranks > 1 and rules.mode != "during backward" and not rules.holds and rng.random() < 0.2:
             self.a_dropped_pass()
         passes = rules.accumulation + (not rules.announced and rng.random() < 0.1)
-        apart = rules.ranks > 1 and not rules.announced and not rules.holds and rng.random() < 0.3
+        apart = rules.ranks > 1 and rules.mode != "during backward" and not rules.holds and rng.random() < 0.3
         try:
             for _ in range(passes):
                 self.a_pass_apart() if apart else self.a_pass()
