@@ -1,4 +1,4 @@
-"""Exchanges: communication between ranks within compute, for which compute waits."""
+"""Exchanges: communication within compute, between ranks or with the CPU, for which compute waits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,10 @@ from typing import Self
 
 from pagoda.plan.ranks import Ranks, ring_bytes
 
-TOKENS, SUM, GRADIENTS, SEND, HEADS = "tokens", "sum", "gradients", "send", "heads"
+TOKENS, SUM, GRADIENTS, SEND, HEADS, ROWS = "tokens", "sum", "gradients", "send", "heads", "rows"
 """Tokens to experts on other ranks and back; sums over tensor-parallel ranks; gradients that these gather; sends
-between pipeline stages; heads of attention for tokens, between ranks that divide sequences."""
+between pipeline stages; heads of attention for tokens, between ranks that divide sequences; rows of an embedding that
+the CPU looks up, to the device, and their gradients back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ def of_heads(layers: Sequence[str], nbytes: int, ranks: Ranks, group: int) -> li
     sent, leaving = ring_bytes(nbytes, group), nbytes * (group - inside) // group
     straying, sharing = _straying(leaving, group, ranks), min(ranks.per_domain, ranks.count)
     return [Exchange(HEADS, layer, sent, leaving, straying, sharing) for layer in layers]
+
+
+def of_rows(nbytes: Mapping[str, int]) -> list[Exchange]:
+    """Rows that the CPU looks up. `nbytes`: embedding -> bytes of the rows of a micro-batch."""
+    return [Exchange(ROWS, module, n, repeated=False) for module, n in nbytes.items()]
 
 
 def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:

@@ -18,6 +18,8 @@ class Options:
 
     page_bytes: int | None = None
     unit_limit: int | None = None
+    embedding_limit: int | None = None
+    """Most bytes of weights of an embedding that is looked up where compute runs."""
     accumulation_steps: int | None = None
     """Micro-batches per step, if announced."""
     clipping: bool = False
@@ -50,6 +52,7 @@ class Options:
         return Options(
             page_bytes=memory.page_bytes,
             unit_limit=memory.unit_bytes,
+            embedding_limit=memory.embedding_bytes,
             accumulation_steps=training.accumulation_steps,
             clipping=training.clip_grad_norm is not None,
             split=memory.split,
