@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from pagoda.autograd.accesses import Accesses
 from pagoda.autograd.activations.blocks import ModelBlock, find_blocks, refusal
 from pagoda.autograd.activations.graph_memory import GraphMemory
 from pagoda.autograd.active_forwards import ActiveForwards
+from pagoda.autograd.in_ram import run_in_ram
 from pagoda.autograd.markers import GradientMarker
 from pagoda.autograd.reads import has_forward, params_read_in
 from pagoda.autograd.stepper import Stepper
@@ -122,7 +122,7 @@ class ModelHooks:
             # A bound method, so that copying or pickling the module reaches the engine, which refuses it.
             module.register_forward_pre_hook(self._refuse_compiling, prepend=True)
         if results_to is not None:
-            call = partial(_in_ram, call, results_to)
+            call = partial(run_in_ram, call, results_to)
         module.__dict__["_compiled_call_impl"] = partial(self._run, units, is_root, call)
 
     def _run(self, units: list[LiveUnit], is_root: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -227,13 +227,6 @@ class ModelHooks:
 
     def _marker(self, unit: LiveUnit, slot: int) -> GradientMarker:
         return GradientMarker.of(unit.blanks[slot], unit, slot, self._engine.stepper)
-
-
-def _in_ram(call: Callable[..., Any], results_to: torch.device, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a module in RAM, for compute on a device. Autograd brings the gradients of results back. Both copies are
-    torch's, which wait for what they read."""
-    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), (args, kwargs))
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(results_to), call(*args, **kwargs))
 
 
 def _accumulator(param: torch.Tensor) -> torch.autograd.graph.Node:

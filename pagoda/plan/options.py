@@ -18,8 +18,6 @@ class Options:
 
     page_bytes: int | None = None
     unit_limit: int | None = None
-    embedding_limit: int | None = None
-    """Most bytes of weights of an embedding that is looked up where compute runs."""
     accumulation_steps: int | None = None
     """Micro-batches per step, if announced."""
     clipping: bool = False
@@ -45,6 +43,9 @@ class Options:
     """Whether a step with a gradient that is not finite is skipped, as with dynamic loss scaling."""
     activations_limited: bool = False
     """Whether the user set `activation_bytes`, so that exceeding it is an error."""
+    embedding_limit: int | None = None
+    """Most bytes of weights of an embedding that is looked up where compute runs. Larger ones are looked up on the CPU.
+    """
 
     @staticmethod
     def of(training: Training, memory: Memory) -> "Options":

@@ -112,6 +112,7 @@ class _Placer:
         """(unit, state) pairs that live on the device."""
         weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.used_in_ram = frozenset(unit.index for unit in layout.units if unit.on_host)
+        """Units whose weights must be in RAM."""
         self.weight = {unit: weight[unit] for unit in sorted(weight, key=lambda unit: unit not in self.used_in_ram)}
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
         self.moment = self._by_unit(*(state.name for state in layout.moments))
@@ -215,14 +216,13 @@ class _Placer:
             leases = least = FETCH_SLOTS * layout.fetch_piece_pages
         elif not leased_anyway:
             leases, least = layout.lease_pages(), layout.lease_pages(ahead=1)
-        if left < least:
-            needed = taken_if_streamed + least
+        used = sum(pages for unit, pages in self.weight.items() if unit in self.used_in_ram)
+        if left < least + used:
+            needed = taken_if_streamed + least + used
             if not leased_anyway:
                 needed = min(needed, taken + weights, everything)
-            self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
-        used = sum(weight for unit, weight in self.weight.items() if unit in self.used_in_ram)
-        if left - least < used:
-            self._refuse(HOST, taken_if_streamed + least + used, self.host, "memory.host, or memory.embedding_limit")
+            setting = "memory.host, or lower memory.unit_limit" + ", or raise memory.embedding_limit" * (used > 0)
+            self._refuse(HOST, needed, self.host, setting)
         leases = min(leases, left - used)
         kept = first_that_fit(self.weight, left - leases)
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
