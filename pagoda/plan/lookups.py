@@ -22,7 +22,10 @@ def lookups_asked(root: ModuleSpec, itemsize: int, options: Options, budgets: Bu
     larger = [module for module in root.modules() if module.lookup is not None and module.numel * itemsize > limit]
     for module in larger:
         check_lookup(module.name, module.lookup)
-    return frozenset(module.name for module in larger)
+    names = frozenset(module.name for module in larger)
+    if names and not any(module.params for module in root.modules() if module.name not in names):
+        raise ConfigError("With memory.embedding_limit, the device has no parameters to compute with: leave it out.")
+    return names
 
 
 def check_lookup(name: str, reason: str | None) -> None:
@@ -40,6 +43,8 @@ def largest_lookups(root: ModuleSpec, ranks: Ranks) -> frozenset[str]:
     found = {module.name: module.numel for module in root.modules() if module.lookup == ""}
     if ranks.count > 1:
         return frozenset()
-    others = (param.numel for module in root.modules() if module.name not in found for param in module.params)
-    most = max(others, default=0)
+    others = [param.numel for module in root.modules() if module.name not in found for param in module.params]
+    if not others:
+        return frozenset()
+    most = max(others)
     return frozenset(name for name, numel in found.items() if numel > most)

@@ -112,6 +112,15 @@ def tied() -> nn.Module:
     return Plain(blocks=1)
 
 
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids)
+
+
 def in_a_layer() -> nn.Module:
     model = Classifier()
     model.layers.append(nn.Sequential(nn.Embedding(ROWS, WIDTH)))
@@ -126,6 +135,8 @@ def in_a_layer() -> nn.Module:
         (in_a_layer, arena(embedding_limit="4KiB"), None, r"'layers\.3\.0' is larger .*: it is a part of a layer"),
         (lambda: Classifier(max_norm=1.0), arena(embedding_limit="4KiB"), None, "max_norm"),
         (lambda: nn.Embedding(ROWS, WIDTH), arena(embedding_limit="4KiB"), None, "it is the model itself"),
+        (lambda: nn.Sequential(nn.Embedding(ROWS, WIDTH)), arena(embedding_limit="4KiB"), None, "part of a layer"),
+        (Named, arena(embedding_limit="4KiB"), None, "no parameters to compute with"),
         (Classifier, pagoda.Memory(host="64MiB", embedding_limit="4KiB"), None, "the CPU computes everything"),
     ],
 )
