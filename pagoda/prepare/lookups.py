@@ -25,8 +25,6 @@ def lookups_in(model: nn.Module) -> dict[nn.Module, str]:
             reason = "it is the model itself"
         elif others:
             reason = f"{others[0]!r} computes with its weights too"
-        elif any(part.isdigit() for part in name.split(".")):
-            reason = "it is a part of a layer"
         elif [*module._parameters] != ["weight"] or next(module.children(), None) is not None:
             reason = "it has more than its matrix"
         elif module.max_norm is not None:
