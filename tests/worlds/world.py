@@ -186,8 +186,10 @@ _FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, one core is used: threads that take turns hand over four times faster."""
-    logging.getLogger("pagoda").setLevel(logging.ERROR)
+    """Inside, one core is used: threads that take turns hand over four times faster. Warnings are not logged."""
+    log = logging.getLogger("pagoda")
+    level = log.level
+    log.setLevel(logging.ERROR)
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, {max(cores)})
     torch.set_num_threads(1)
@@ -203,6 +205,7 @@ def alone() -> Iterator[None]:
         gc.enable()
         torch.set_num_threads(threads)
         os.sched_setaffinity(0, cores)
+        log.setLevel(level)
 
 
 def run(seed: int, log: bool = False) -> str | None:
