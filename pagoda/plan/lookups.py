@@ -38,7 +38,7 @@ def check_lookup(name: str, reason: str | None) -> None:
 
 
 def largest_lookups(root: ModuleSpec, ranks: Ranks) -> frozenset[str]:
-    """The embeddings that the CPU can look up and that are larger than all other parameters. So if the device has no
+    """The embeddings that the CPU can look up and that are larger than any other parameter. So if the device has no
     room for the largest unit, it may have if these are looked up on the CPU."""
     found = {module.name: module.numel for module in root.modules() if module.lookup == ""}
     if ranks.count > 1:

@@ -119,6 +119,8 @@ class ModuleSpec:
 
     def with_on_host(self, names: Collection[str]) -> "ModuleSpec":
         """The same tree, in which the named modules compute in RAM."""
+        if not names:
+            return self
         children = tuple(child.with_on_host(names) for child in self.children)
         return replace(self, children=children, on_host=self.name in names)
 
