@@ -214,6 +214,7 @@ class _Wrapping:
             cuts_stacks=not isinstance(rule, TensorRule),
             in_blocks=any(state.per > 1 for state in self._states),
             exchange=ExpertExchange(self._mesh) if self._mesh.ranks.expert_parallel > 1 else None,
+            most_looked_up=None if (most := self._memory.embedding_bytes) is None else most // dtype.itemsize,
         )
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
         try:
@@ -318,7 +319,8 @@ class _Wrapping:
         if of_first is not None:
             for buffer in self._model.buffers():
                 buffer.copy_(of_first(buffer))
-        move_buffers(self._model, engine.device.torch_device)
+        in_ram = {unit.spec.module for unit in engine.units if unit.spec.on_host}
+        move_buffers(self._model, engine.device.torch_device, in_ram)
 
 
 def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:

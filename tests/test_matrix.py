@@ -44,7 +44,9 @@ MODELS = {
     "gpt2": lambda: zoo.gpt2(layers=2),
     "t5": lambda: zoo.t5(layers=1, dropout=0.1),
     "conv": lambda: zoo.ConvNet(blocks=2),
+    "untied": lambda: zoo.Plain(blocks=3, width=48, tied=False),
 }
+PLAIN = ("plain", "untied")
 RULES: dict[str, Rule] = {
     "adamw": pagoda.AdamW(lr=1e-2, weight_decay=0.1),
     "adamw-bf16": pagoda.AdamW(lr=1e-2, moments="bf16"),
@@ -67,9 +69,11 @@ UPDATED_FROM_SSD = "updated-on-device-from-ssd"
 """As UPDATED, with as much on SSD as can be."""
 ADAPTING = "adapting"
 """As ARENA_ALL_ON_SSD for one step, and then home to what fits."""
-PLACES = (RAM, *PLACEMENTS, UPDATED, UPDATED_FROM_SSD, HOME, BOTH, ADAPTING)
-ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD, ADAPTING)
-NO_WEIGHTS_IN_RAM = (ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD, ADAPTING)
+LOOKED_UP = "looked-up"
+"""As ARENA_ALL_ON_SSD, but the CPU looks up the embedding, whose weights are in RAM."""
+PLACES = (RAM, *PLACEMENTS, UPDATED, UPDATED_FROM_SSD, HOME, BOTH, ADAPTING, LOOKED_UP)
+ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD, ADAPTING, LOOKED_UP)
+NO_WEIGHTS_IN_RAM = (ALL_ON_SSD, ARENA_ALL_ON_SSD, UPDATED_FROM_SSD, ADAPTING, LOOKED_UP)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
@@ -117,9 +121,10 @@ def possible(case: Case) -> bool:
     """Whether `wrap` takes these settings together; those left out do not matter."""
     update, activations, place = case.get("update"), case.get("activations"), case.get("place")
     # Reentrant checkpoints deliver a gradient for each use of a block.
-    several = activations == "reentrant" and (case.get("model") == "plain" or case.get("tiles") == "batch")
+    several = activations == "reentrant" and (case.get("model") in PLAIN or case.get("tiles") == "batch")
     return why_not(features_of(case)) is None and not (
         (place == RAM and activations in OFFLOADS)  # nowhere to go
+        or ({"place", "model"} <= case.keys() and (place == LOOKED_UP) != (case["model"] == "untied"))
         or (case.get("rule") in WHOLE and update == "async" and place in NO_WEIGHTS_IN_RAM)
         or (
             case.get("rule") in ("sgd", *WHOLE) and update == "async, predicted"
@@ -145,7 +150,7 @@ def build(case: Case) -> nn.Module:
 def settings(case: Case) -> dict[str, Any]:
     """The arguments of `wrap`."""
     announced = case["passes"] if case["update"] in ("announced", "speculate") else None
-    in_pieces = pagoda.Tiles(sequence_tiles=2, per_token=("Block",) if case["model"] == "plain" else ())
+    in_pieces = pagoda.Tiles(sequence_tiles=2, per_token=("Block",) if case["model"] in PLAIN else ())
     batch, layers = pagoda.Tiles(batch_tiles=2), pagoda.Tiles(tile_limit="8KiB")
     tiles = {"batch": batch, "sequence": in_pieces, "layers": layers}.get(case["tiles"])
     update = pagoda.Updates("async", predict=case["update"] != "async") if case["update"] in LATE else "sync"
@@ -164,16 +169,20 @@ def settings(case: Case) -> dict[str, Any]:
 def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     """The least that a case can be trained in, for its placement."""
     place, page = case["place"], case["page"]
-    memory = pagoda.Memory(host="64MiB", page_size=page, unit_limit=case["unit"], activations="400KiB")
+    looked_up = "1KiB" if place == LOOKED_UP else None
+    memory = pagoda.Memory(
+        host="64MiB", page_size=page, unit_limit=case["unit"], activations="400KiB", embedding_limit=looked_up
+    )
     if place == RAM:
         return memory
     training = training_of(**settings(case))
     states = RULES[case["rule"]].predicting(training.ahead).states(case["numbers"].partition("+")[0])
     options, model = Options.of(training, memory), build(case)
     if training.tile_bytes is not None:
-        Tiling(model, training.tile_bytes // states[0].dtype.itemsize)
+        size = states[0].dtype.itemsize
+        Tiling(model, training.tile_bytes // size, most_looked_up=looked_up and memory.embedding_bytes // size)
     root = describe(model)
-    layout = make_plan(root, states, Budgets(1 << 40), options).layout
+    layout = make_plan(root, states, Budgets(1 << 40, looked_up and 1 << 40), options).layout
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):
         split, beside, few, whole = None, 0, case["unit"] == LARGEST_UNIT, case["rule"] in COPIED
         if place in (UPDATED, UPDATED_FROM_SSD):
@@ -247,6 +256,7 @@ def check(case: Case, directory: Path) -> None:
     assert not on_ssd or place in ON_SSD
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
+    assert [unit.module for unit in plan.units if unit.on_host] == ["embed"] * (place == LOOKED_UP)
     there = plan.placement.units_with("device", ["weight"])
     updating = (UPDATED, UPDATED_FROM_SSD, BOTH)
     for units, places in ((plan.placement.passing, updating), (there, (HOME, BOTH, ADAPTING))):

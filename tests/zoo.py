@@ -92,14 +92,15 @@ class Plain(Checkpointed):
     """A plain module with a parameter of its own, a layer that is used twice and tied weights; faster than those of
     transformers."""
 
-    def __init__(self, blocks: int = LAYERS, width: int = 96) -> None:
+    def __init__(self, blocks: int = LAYERS, width: int = 96, tied: bool = True) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
         self.embed = nn.Embedding(VOCABULARY, width)
         nn.init.normal_(self.embed.weight, std=width**-0.5)  # so that the head cannot tell each token from the start
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) * self.scale

@@ -14,12 +14,14 @@ from pagoda.autograd.accesses import Accesses
 from pagoda.autograd.activations.blocks import ModelBlock, find_blocks, refusal
 from pagoda.autograd.activations.graph_memory import GraphMemory
 from pagoda.autograd.active_forwards import ActiveForwards
+from pagoda.autograd.in_ram import run_in_ram
 from pagoda.autograd.markers import GradientMarker
 from pagoda.autograd.reads import has_forward, params_read_in
 from pagoda.autograd.stepper import Stepper
 from pagoda.errors import UsageError
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
+from pagoda.runtime.device import Device
 from pagoda.runtime.next_update import check_is_ours
 
 
@@ -31,6 +33,9 @@ class Parts(Protocol):
 
     @property
     def active_forwards(self) -> ActiveForwards: ...
+
+    @property
+    def device(self) -> Device: ...
 
     @property
     def graphs(self) -> GraphMemory: ...
@@ -80,10 +85,12 @@ class ModelHooks:
         """These hooks."""
         engine.graphs.packing.leave_alone(model.buffers())
         needed = _units_of_modules(model, engine.units)
+        device = engine.device.torch_device
         for block in find_blocks(model):
             self._follow(block, needed.get(block.module, []))
         for module, units in needed.items():
-            self._bracket(module, units, is_root=module is model)
+            on_host = any(unit.spec.on_host for unit in units)
+            self._bracket(module, units, is_root=module is model, results_to=device if on_host else None)
         for unit in engine.units:
             unit.markers = [self._marker(unit, slot) for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
@@ -103,15 +110,19 @@ class ModelHooks:
         self._accumulators.clear()
         self._kept.clear()
 
-    def _bracket(self, module: nn.Module, units: list[LiveUnit], is_root: bool) -> None:
+    def _bracket(
+        self, module: nn.Module, units: list[LiveUnit], is_root: bool, results_to: torch.device | None
+    ) -> None:
         """Lease units during every call of a module, including its own hooks. If a module has `_compiled_call_impl`,
-        torch calls that instead of everything else."""
+        torch calls that instead of everything else. `results_to`: the module computes in RAM, for this device."""
         module.__dict__["__deepcopy__"] = self._engine.__reduce_ex__  # refuses, before parameters are copied
         call = module._compiled_call_impl
         if call is None:
             call = module._call_impl
             # A bound method, so that copying or pickling the module reaches the engine, which refuses it.
             module.register_forward_pre_hook(self._refuse_compiling, prepend=True)
+        if results_to is not None:
+            call = partial(run_in_ram, call, results_to)
         module.__dict__["_compiled_call_impl"] = partial(self._run, units, is_root, call)
 
     def _run(self, units: list[LiveUnit], is_root: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -78,6 +78,10 @@ class Memory(Settings):
     to 4MiB."""
     unit_limit: Size = None
     """Most bytes of weights in a unit, which is fetched as a whole. By default the planner chooses."""
+    embedding_limit: Size = None
+    """Embeddings whose weights take more bytes than this are looked up on the CPU: rows go to the GPU, and their
+    gradients come back, but never the weights. No other module may use these weights, and there must be one rank. By
+    default this is done for embeddings that are larger than any other parameter, if the GPU cannot hold them."""
     split: Annotated[Split | None, tyro.conf.Suppress] = None
     """What the GPU updates and is home to. By default the planner chooses."""
     activations: Size = None
@@ -96,6 +100,7 @@ class Memory(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.host_bytes, self.device_bytes, self.activation_bytes, self.unit_bytes, self.ssd_directories
+        _ = self.embedding_bytes
         page = self.page_bytes
         if page is not None:
             fits = page > 0 and page % PAGE_ALIGN == 0 and page & (page - 1) == 0
@@ -120,6 +125,10 @@ class Memory(Settings):
     @property
     def unit_bytes(self) -> int | None:
         return self._bytes("unit_limit")
+
+    @property
+    def embedding_bytes(self) -> int | None:
+        return self._bytes("embedding_limit")
 
     @property
     def arena_for_device(self) -> bool:

@@ -92,6 +92,12 @@ class PlanConfig(Run):
         return None if self.tile_bytes is None else self.tile_bytes // self.itemsize
 
     @property
+    def looked_up_elements(self) -> int | None:
+        """Most elements of an embedding whose rows the CPU does not look up; None without such a limit."""
+        limit = self.memory.embedding_bytes
+        return None if limit is None else limit // self.itemsize
+
+    @property
     def degrees(self) -> dict[str, int]:
         """How ranks are divided, and the micro-batches of a step."""
         names = "tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "accumulation_steps"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.models.papers import RELATIVE_BUCKETS, PaperShape
+from pagoda.plan.lookups import check_lookup
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part
 from pagoda.prepare.tiles import row_blocks
 
@@ -29,10 +30,10 @@ def module_spec(shape: PaperShape, expert_parallel: int = 1) -> ModuleSpec:
     A block has `attention`, `mlp` and, in a decoder, `cross`. With experts, `mlp` has `router` and `experts.N`.
     """
     experts = shape.experts // expert_parallel
-    token = _table(f"{EMBEDDING}.token", shape.vocab, shape.hidden)
+    token = _table(f"{EMBEDDING}.token", shape.vocab, shape.hidden, lookup=f"{HEAD!r} computes with its weights too")
     head = ModuleSpec(HEAD, (), tied=(token.params[0].name,))
     if shape.family == "gpt":
-        position = _table(f"{EMBEDDING}.position", shape.seq_len, shape.hidden)
+        position = _table(f"{EMBEDDING}.position", shape.seq_len, shape.hidden, lookup="")
         blocks = _of_parts("blocks", *(_block(shape, f"blocks.{index}", experts) for index in range(shape.layers)))
         return _of_parts("", _of_parts(EMBEDDING, token, position), blocks, _held(shape, "norm", shape.hidden), head)
     stacks = [
@@ -81,9 +82,11 @@ def exchanged_elements(root: ModuleSpec, chosen: int, ranks: int) -> dict[str, i
     return {module.name: elsewhere for module in root.modules() if module.routed} if elsewhere else {}
 
 
-def tiled(root: ModuleSpec, flops: Mapping[str, float], most_elements: int) -> tuple[ModuleSpec, dict[str, float]]:
-    """Cut every matrix of more than `most_elements` elements into tiles of rows. Returns the new tree and the new FLOPs
-    per module.
+def tiled(
+    root: ModuleSpec, flops: Mapping[str, float], most_elements: int, most_looked_up: int | None = None
+) -> tuple[ModuleSpec, dict[str, float]]:
+    """Cut every matrix of more than `most_elements` elements into tiles of rows. Embeddings of more than
+    `most_looked_up` stay whole. Returns the new tree and the new FLOPs per module.
 
     Real models are cut in the same way by `transforms.operator_tiles`. A layer that uses another layer's matrix uses
     its tiles.
@@ -98,6 +101,9 @@ def tiled(root: ModuleSpec, flops: Mapping[str, float], most_elements: int) -> t
         matrix = module.params[0] if module.params and not module.children else None
         if matrix is None or len(matrix.shape) != 2 or matrix.numel <= most_elements:
             return replace(module, children=tuple(map(visit, module.children)), tied=tied)
+        if module.lookup is not None and most_looked_up is not None and matrix.numel > most_looked_up:
+            check_lookup(module.name, module.lookup)
+            return module
         blocks = row_blocks(matrix.shape[0], [matrix.shape[1]], most_elements)
         made = tuple(_tile(module, index, *block) for index, block in enumerate(blocks))
         tiles[module.name] = made
@@ -160,5 +166,5 @@ def _held(shape: PaperShape, name: str, *weight: int) -> ModuleSpec:
     return ModuleSpec(name, (ParamSpec(f"{name}.weight", weight), *bias))
 
 
-def _table(name: str, rows: int, columns: int) -> ModuleSpec:
-    return ModuleSpec(name, (ParamSpec(f"{name}.weight", (rows, columns)),))
+def _table(name: str, rows: int, columns: int, lookup: str | None = None) -> ModuleSpec:
+    return ModuleSpec(name, (ParamSpec(f"{name}.weight", (rows, columns)),), lookup=lookup)

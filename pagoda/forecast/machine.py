@@ -58,10 +58,17 @@ class Machine:
         joined = self.ranks.nodes_per_domain
         for where, network in (
             ("within a node" if joined == 1 else f"within {joined} nodes", hardware.intra_node_bytes_per_s),
-            ("between nodes", hardware.inter_node_bytes_per_s),
+            (f"between nodes{self._rails()}", hardware.inter_node_bytes_per_s),
         ):
             if network is not None and self.ranks.count > 1:
                 yield f"collectives {where}: {_rate(network)}."
+
+    def _rails(self) -> str:
+        """The rails of the network, in words."""
+        rails, spine = self.hardware.rails, self.hardware.oversubscription
+        if rails == 1:
+            return ""
+        return f", on {rails} rails" + (f" with a spine oversubscribed {spine:g}:1" if spine > 1 else "")
 
 
 def _rate(figure: Figure) -> str:
@@ -96,7 +103,8 @@ def find_machine_for(config: PlanConfig) -> Machine:
             raise ConfigError(f"{flag} is {groups}, which does not divide the ranks, of which there are {among}")
     degrees = (config.zero_stage, config.expert_parallel, config.replicas, parts, stages)
     joined = hardware.nodes_joined(config.nodes)
-    return Machine(hardware, config.hardware == AUTO, Ranks(data_parallel, per_node, *degrees, nodes_per_domain=joined))
+    ranks = Ranks(data_parallel, per_node, *degrees, nodes_per_domain=joined, rails=hardware.rails)
+    return Machine(hardware, config.hardware == AUTO, ranks)
 
 
 def _hardware(name: str) -> Hardware:

@@ -105,7 +105,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         root = module_spec(shape, ranks)
         flops = forward_flops(shape, config.tokens, config.seq_len, ranks)
         if config.tile_elements is not None:
-            root, flops = tiled(root, flops, config.tile_elements)
+            root, flops = tiled(root, flops, config.tile_elements, config.looked_up_elements)
         layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
         heads, divisions = shape.heads, OF_PAPERS
         params = root.numel
@@ -166,6 +166,8 @@ class _Asked:
     expert_parallel: int
     most_elements: int | None
     """Most elements of a matrix that is not in tiles."""
+    most_looked_up: int | None
+    """Most elements of an embedding whose rows the CPU does not look up."""
     cuts_stacks: bool
     in_blocks: bool
     """Whether a state has elements that stand for several of a parameter."""
@@ -189,6 +191,7 @@ def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _
             batch_size=config.batch_size if count_flops else None,
             expert_parallel=config.expert_parallel,
             most_elements=config.tile_elements,
+            most_looked_up=config.looked_up_elements,
             cuts_stacks=not isinstance(config.rule, TensorRule),
             in_blocks=any(state.per > 1 for state in config.rule.own_states()),
             quantize=config.quantize,
@@ -225,7 +228,14 @@ def _built_tree(asked: _Asked) -> _Tree:
             packed, lora = linear_layers(model), replace(lora, targets=targets_of(model, lora.targets))
         if lora.rank is not None:
             model = add_adapters(model, lora)
-        Tiling(model, asked.most_elements, cuts_stacks=asked.cuts_stacks, in_blocks=asked.in_blocks, exchange=first)
+        Tiling(
+            model,
+            asked.most_elements,
+            cuts_stacks=asked.cuts_stacks,
+            in_blocks=asked.in_blocks,
+            exchange=first,
+            most_looked_up=asked.most_looked_up,
+        )
         batch = asked.batch_size
         counted = {} if batch is None else counting.forward_flops(model, batch, asked.seq_len)
         whole = root = describe(model)

@@ -14,7 +14,7 @@ from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.model_description import ModelDescription
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, Policy, StepSizes, recomputes
-from pagoda.plan.exchanges import Exchange, of_gradients, of_heads, of_sums, of_tokens
+from pagoda.plan.exchanges import ROWS, Exchange, of_gradients, of_heads, of_rows, of_sums, of_tokens
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -227,7 +227,8 @@ def pass_bound_s(
 ) -> float:
     """Seconds of a micro-batch that never waits for weights or updates. `again`: layers are recomputed."""
     rates = Rates(hardware, ranks)
-    times = ((each, each.forward * (1 + (each.repeated and again)) + each.backward) for each in exchanges)
+    sent = (each for each in exchanges if each.kind != ROWS)  # a plan may do without
+    times = ((each, each.forward * (1 + (each.repeated and again)) + each.backward) for each in sent)
     return compute.step_s + sum(rates.exchange_seconds(each) * count for each, count in times)
 
 
@@ -241,11 +242,14 @@ def work_of(
     summed = config.tokens * described.hidden * config.itemsize
     attended = config.tokens * described.exchanged_width * config.itemsize
     layers = [layer.name for layer in layers_of(described.root)]
+    lookups = [module for module in described.root.modules() if module.lookup == ""]
+    rows = {module.name: config.tokens * module.params[0].shape[1] * config.itemsize for module in lookups}
     exchanges = (
         *of_tokens(tokens, machine.ranks),
         *of_sums(described.summed, summed, machine.ranks),
         *of_gradients(gradients, machine.ranks),
         *of_heads(layers, attended, machine.ranks, config.sequence_parallel),
+        *of_rows(rows),
         *described.handed_on,
     )
     return Compute.from_flops(described.forward_flops, rate, recompute, described.frozen), exchanges

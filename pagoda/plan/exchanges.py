@@ -1,4 +1,4 @@
-"""Exchanges: communication between ranks within compute, for which compute waits."""
+"""Exchanges: communication within compute, between ranks or with the CPU, for which compute waits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,10 @@ from typing import Self
 
 from pagoda.plan.ranks import Ranks, ring_bytes
 
-TOKENS, SUM, GRADIENTS, SEND, HEADS = "tokens", "sum", "gradients", "send", "heads"
+TOKENS, SUM, GRADIENTS, SEND, HEADS, ROWS = "tokens", "sum", "gradients", "send", "heads", "rows"
 """Tokens to experts on other ranks and back; sums over tensor-parallel ranks; gradients that these gather; sends
-between pipeline stages; heads of attention for tokens, between ranks that divide sequences."""
+between pipeline stages; heads of attention for tokens, between ranks that divide sequences; rows of an embedding that
+the CPU looks up, to the device, and their gradients back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Exchange:
     """Bytes that a rank sends each time."""
     leaving: int = 0
     """How many of these bytes leave the domain."""
+    straying: int = 0
+    """How many of those go to a rank on another rail."""
     sharing: int = 1
     """Number of ranks of a domain that send this much over the network at the same time."""
     forward: int = 1
@@ -37,7 +40,8 @@ class Exchange:
         """The exchange of a micro-batch with `factor` times as many sequences."""
         if self.kind == GRADIENTS:
             return self
-        return replace(self, sent=factor * self.sent, leaving=factor * self.leaving)
+        parts = {part: factor * getattr(self, part) for part in ("sent", "leaving", "straying")}
+        return replace(self, **parts)
 
 
 def of_tokens(sent: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
@@ -48,7 +52,12 @@ def of_tokens(sent: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     group = ranks.expert_parallel
     elsewhere = (group - min(group, ranks.per_domain)) / max(1, group - 1)
     sharing = min(ranks.per_domain, ranks.data_parallel)
-    return [Exchange(TOKENS, row, n, int(n * elsewhere), sharing, forward=2, backward=2) for row, n in sent.items()]
+    found = []
+    for row, nbytes in sent.items():
+        leaving = int(nbytes * elsewhere)
+        straying = _straying(leaving, group, ranks)
+        found.append(Exchange(TOKENS, row, nbytes, leaving, straying, sharing, forward=2, backward=2))
+    return found
 
 
 def of_sums(modules: Sequence[str], nbytes: int, ranks: Ranks) -> list[Exchange]:
@@ -68,7 +77,13 @@ def of_heads(layers: Sequence[str], nbytes: int, ranks: Ranks, group: int) -> li
         return []
     inside = min(group, ranks.per_domain)
     sent, leaving = ring_bytes(nbytes, group), nbytes * (group - inside) // group
-    return [Exchange(HEADS, layer, sent, leaving, min(ranks.per_domain, ranks.count)) for layer in layers]
+    straying, sharing = _straying(leaving, group, ranks), min(ranks.per_domain, ranks.count)
+    return [Exchange(HEADS, layer, sent, leaving, straying, sharing) for layer in layers]
+
+
+def of_rows(nbytes: Mapping[str, int]) -> list[Exchange]:
+    """Rows that the CPU looks up. `nbytes`: embedding -> bytes of the rows of a micro-batch."""
+    return [Exchange(ROWS, module, n, repeated=False) for module, n in nbytes.items()]
 
 
 def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
@@ -83,11 +98,12 @@ def of_gradients(nbytes: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
 
 
 def _around_ring(kind: str, module: str, nbytes: int, ranks: Ranks) -> Exchange:
-    """`nbytes` go around a ring of tensor-parallel ranks, in each forward and in each backward."""
+    """`nbytes` go around a ring of tensor-parallel ranks, in each forward and in each backward. A ring leaves a domain
+    on the rail on which it enters the next one."""
     group, joined = ranks.tensor_parallel, ranks.per_domain
     domains = 1 if joined % group == 0 else max(2, ceil(group / joined))
     leaving = nbytes * (domains - 1) // domains // min(group, joined)
-    return Exchange(kind, module, ring_bytes(nbytes, group), leaving, min(joined, ranks.count))
+    return Exchange(kind, module, ring_bytes(nbytes, group), leaving, sharing=min(joined, ranks.count))
 
 
 def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
@@ -102,8 +118,18 @@ def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
         if 0 < border < ranks.pipeline_parallel:
             sharing = _crossing(ranks, border)
             leaving = nbytes if sharing else 0
-            found.append(Exchange(SEND, "", nbytes, leaving, max(1, sharing), forward, 1 - forward, repeated=False))
+            straying = leaving if ranks.count % ranks.per_node % ranks.rails else 0
+            found.append(
+                Exchange(SEND, "", nbytes, leaving, straying, max(1, sharing), forward, 1 - forward, repeated=False)
+            )
     return found
+
+
+def _straying(leaving: int, group: int, ranks: Ranks) -> int:
+    """How many of the bytes that leave a domain go to other rails, if each rank sends equally many to every rank of
+    its group, which are neighbours."""
+    rails = min(group, ranks.per_node, ranks.rails)
+    return leaving * (rails - 1) // rails
 
 
 def _crossing(ranks: Ranks, border: int) -> int:

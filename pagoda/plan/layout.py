@@ -339,7 +339,10 @@ class Layout:
         return self.pages(unit, state) - self.trained_weight_pages(unit) if state in (WEIGHT, WEIGHT_BACK) else 0
 
     def lease_of(self, unit: UnitSpec) -> int:
-        """Pages of a lease: the whole unit, made from every rank's slice. The last slices are as long as the others."""
+        """Pages of a lease: the whole unit, made from every rank's slice. The last slices are as long as the others. 0
+        for a unit that is used in RAM."""
+        if unit.on_host:
+            return 0
         elements = unit.numel
         if self.is_sliced(unit, WEIGHT):
             group, trained = self.group(unit), unit.trainable_numel
@@ -379,7 +382,7 @@ class Layout:
     def bounce(self) -> tuple[int, int]:
         """Number of buffers in which gradients from a separate device are added, and the elements of one. As many as
         keep several threads busy, but two small ones if the budget is tight."""
-        widest = max(unit.trainable_numel for unit in self.units)
+        widest = max((unit.trainable_numel for unit in self.units if not unit.on_host), default=0)
         parts = -(-widest // BOUNCE_ELEMENTS)
         if self.block_limit < BLOCK_ELEMENTS or parts <= 2:
             return 2, min(BOUNCE_ELEMENTS, widest)

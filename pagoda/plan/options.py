@@ -43,6 +43,9 @@ class Options:
     """Whether a step with a gradient that is not finite is skipped, as with dynamic loss scaling."""
     activations_limited: bool = False
     """Whether the user set `activation_bytes`, so that exceeding it is an error."""
+    embedding_limit: int | None = None
+    """Most bytes of weights of an embedding that is looked up where compute runs. Larger ones are looked up on the CPU.
+    """
 
     @staticmethod
     def of(training: Training, memory: Memory) -> "Options":
@@ -50,6 +53,7 @@ class Options:
         return Options(
             page_bytes=memory.page_bytes,
             unit_limit=memory.unit_bytes,
+            embedding_limit=memory.embedding_bytes,
             accumulation_steps=training.accumulation_steps,
             clipping=training.clip_grad_norm is not None,
             split=memory.split,

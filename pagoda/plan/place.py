@@ -110,7 +110,10 @@ class _Placer:
         """States and gradients to which the device may be home."""
         self.at_home = self._at_home(whole_units)
         """(unit, state) pairs that live on the device."""
-        self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
+        weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
+        self.used_in_ram = frozenset(unit.index for unit in layout.units if unit.on_host)
+        """Units whose weights must be in RAM."""
+        self.weight = {unit: weight[unit] for unit in sorted(weight, key=lambda unit: unit not in self.used_in_ram)}
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
         self.moment = self._by_unit(*(state.name for state in layout.moments))
         if layout.shares_experts:  # two wait for their turn to be added up, and others' come before
@@ -213,12 +216,14 @@ class _Placer:
             leases = least = FETCH_SLOTS * layout.fetch_piece_pages
         elif not leased_anyway:
             leases, least = layout.lease_pages(), layout.lease_pages(ahead=1)
-        if left < least:
-            needed = taken_if_streamed + least
+        used = sum(pages for unit, pages in self.weight.items() if unit in self.used_in_ram)
+        if left < least + used:
+            needed = taken_if_streamed + least + used
             if not leased_anyway:
                 needed = min(needed, taken + weights, everything)
-            self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
-        leases = min(leases, left)
+            setting = "memory.host, or lower memory.unit_limit" + ", or raise memory.embedding_limit" * (used > 0)
+            self._refuse(HOST, needed, self.host, setting)
+        leases = min(leases, left - used)
         kept = first_that_fit(self.weight, left - leases)
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
 
@@ -400,7 +405,7 @@ class _Placer:
         layout, share = self.layout, self.split.device_home_share
         if share == 0 or self.device is None:
             return frozenset()
-        units, everything = list(layout.units[:-1]), self.may_be_at_home
+        units, everything = [unit for unit in layout.units[:-1] if not unit.on_host], self.may_be_at_home
         buffers = self.update_ring + reduce_buffers(layout).pages
         if share is None:
             room = self.device - buffers - sum(map(layout.lease_of, layout.units))

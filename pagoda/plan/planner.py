@@ -12,8 +12,9 @@ from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, offload_room, plan_activations
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_not_on_device
-from pagoda.plan.exchanges import Exchange
+from pagoda.plan.exchanges import ROWS, Exchange
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK, Layout
+from pagoda.plan.lookups import largest_lookups, lookups_asked
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
@@ -111,7 +112,8 @@ class Plan:
             return whole_pages * self.page_bytes
         if self.budgets.device is None:
             return GRADIENTS_IN_FLIGHT_BYTES
-        trainable = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
+        leaving = (unit for unit in self.units if not unit.on_host)
+        trainable = (slot.param for unit in leaving for slot in unit.slots if slot.param.trainable)
         largest = max((param.numel for param in trainable), default=0)
         return max(GRADIENTS_IN_FLIGHT_BYTES, largest * self.layout.offloaded_itemsize)
 
@@ -135,6 +137,7 @@ class Plan:
             unit.index: self.layout.lease_of(unit)
             for unit in self.units
             if (everywhere or self.placement.home(unit.index, WEIGHT) == SSD)
+            and not unit.on_host
             and (self.placement.home(unit.index, WEIGHT) != DEVICE or self.layout.is_sliced(unit, WEIGHT))
         }
 
@@ -206,14 +209,26 @@ def make_plan(
     passes = options.accumulation_steps or 1
     if ranks.shares_experts and any(root.experts()) and options.update_during_backward:
         options = replace(options, accumulation_steps=None)  # a rank knows only at `step()` which experts others use
-    limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
+    itemsize = states[0].dtype.itemsize
+    on_host = lookups_asked(root, itemsize, options, budgets, ranks)
+    try:
+        limit, layout, placement = _units_that_fit(root.with_on_host(on_host), states, budgets, options, ranks)
+    except BudgetError as refusal:
+        on_host = frozenset() if on_host or refusal.tier != DEVICE else largest_lookups(root, ranks)
+        if not on_host:
+            raise
+        try:
+            limit, layout, placement = _units_that_fit(root.with_on_host(on_host), states, budgets, options, ranks)
+        except BudgetError:
+            raise refusal from None
     if rank is not None and layout.slices.differ:
         layout, placement = _fit(replace(layout, rank=rank), budgets, options)
     reasons = reasons_for(layout, placement, budgets, options, limit)
     uses = forward_uses(root, layout.units)
     trace = assumed_trace([use.unit for use in uses], passes)
     activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
-    return Plan(layout, budgets, placement, options, trace, reasons, activations, tuple(exchanges), limit)
+    exchanges = tuple(exchange for exchange in exchanges if exchange.kind != ROWS or exchange.module in on_host)
+    return Plan(layout, budgets, placement, options, trace, reasons, activations, exchanges, limit)
 
 
 def _units_that_fit(

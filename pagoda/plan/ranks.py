@@ -41,12 +41,14 @@ class Ranks:
     nodes_per_domain: int = 1
     """Number of consecutive nodes whose ranks send to each other as fast as within a node. Ranks on these nodes are a
     domain, and the network is between domains."""
+    rails: int = 1
+    """Number of networks to which a node's adapters connect. A node's rank i uses network i, counted around."""
 
     def __post_init__(self) -> None:
         degrees = (self.expert_parallel, self.replicas, self.tensor_parallel, self.pipeline_parallel)
-        if min(self.data_parallel, self.per_node, self.nodes_per_domain, *degrees) < 1:
+        if min(self.data_parallel, self.per_node, self.nodes_per_domain, self.rails, *degrees) < 1:
             raise ConfigError(
-                "data_parallel, per_node, nodes_per_domain, expert_parallel, replicas, tensor_parallel and "
+                "data_parallel, per_node, nodes_per_domain, rails, expert_parallel, replicas, tensor_parallel and "
                 "pipeline_parallel must be at least 1"
             )
         if self.stage not in (1, 2, 3):

@@ -45,6 +45,14 @@ def reasons_for_homes(layout: Layout, placement: Placement, budgets: Budgets, op
         )
     elif (options.split or DEFAULT_SPLIT).device_update_share:
         yield "No unit is updated on the device, because none has all of its states in RAM."
+    if looked_up := [unit for unit in layout.units if unit.on_host]:
+        names = ", ".join(f"{unit.name!r}" for unit in looked_up)
+        size = format_bytes(sum(unit.numel for unit in looked_up) * layout.weight.dtype.itemsize)
+        yield (
+            f"The CPU looks up {names}, because "
+            + ("the device cannot hold it" if options.embedding_limit is None else "memory.embedding_limit says so")
+            + f": {size} of weights stay in RAM, rows go to the device, and their gradients come back."
+        )
     if placement.resident:
         yield (
             f"{len(placement.resident)} of {count} units have all their states on the device, which has room for "

@@ -31,7 +31,7 @@ class Traffic:
     merged: int
     """OFFLOAD: this rank's fp32 sums, to the ranks of other replicas with the same slice."""
     offloaded: int
-    """OFFLOAD: the gradient, from compute's memory to its buffer. 0 if autograd's memory is its home."""
+    """OFFLOAD: the gradient, from compute's memory to its buffer. 0 if autograd makes it in the memory of its home."""
     buffer: int
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
@@ -80,7 +80,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         gathered=gathered,
         reduced=reduced,
         merged=merged,
-        offloaded=0 if made_at_home else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
+        offloaded=0 if made_at_home or unit.on_host else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
         buffer=layout.pages(unit, GRAD) * page,
         streamed=sum(nbytes for name, nbytes in moving.items() if placement.home(index, name) == SSD),
         passed=sum(moving.values()) if on_device else 0,

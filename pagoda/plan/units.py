@@ -1,7 +1,7 @@
 """Units: parameters that are fetched together."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from pagoda.errors import BudgetError
@@ -89,6 +89,10 @@ class ModuleSpec:
     """Whether the module shares no unit with the modules around it, such as a tile that is fetched alone."""
     routed: bool = False
     """Whether its children are experts. Each forward uses the ones that a router chose."""
+    lookup: str | None = None
+    """For an embedding: why the CPU cannot look up its rows while a GPU computes, or "" if it can. None for others."""
+    on_host: bool = False
+    """Whether it computes in RAM, although the device computes everything else."""
 
     def modules(self) -> Iterator["ModuleSpec"]:
         """Every module of the subtree, in pre-order."""
@@ -110,8 +114,15 @@ class ModuleSpec:
     @property
     def is_split(self) -> bool:
         """Whether it contains modules that share no unit with the modules around them: experts, and modules that are
-        `apart`."""
-        return any(self.routed or child.apart or child.is_split for child in self.children)
+        `apart` or compute in RAM."""
+        return any(self.routed or child.apart or child.on_host or child.is_split for child in self.children)
+
+    def with_on_host(self, names: Collection[str]) -> "ModuleSpec":
+        """The same tree, in which the named modules compute in RAM."""
+        if not names:
+            return self
+        children = tuple(child.with_on_host(names) for child in self.children)
+        return replace(self, children=children, on_host=self.name in names)
 
     def experts(self) -> Iterator[str]:
         """Names of all experts in the subtree."""
@@ -142,6 +153,8 @@ class UnitSpec:
     """Elements of the weight extent, padding included."""
     trainable_numel: int
     """Elements of the gradient and optimizer extents, padding included."""
+    on_host: bool = False
+    """Whether its module computes in RAM, where its weights live."""
 
     @property
     def name(self) -> str:
@@ -166,10 +179,10 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
         if not module.is_split:
             params = list(module.walk())
             if params and sum(p.numel for p in params) * itemsize <= limit_bytes:
-                units.append(_lay_out(len(units), module.name, params))
+                units.append(_lay_out(len(units), module, params))
                 return
         if module.params:
-            units.append(_lay_out(len(units), module.name, list(module.params)))
+            units.append(_lay_out(len(units), module, list(module.params)))
         for child in module.children:
             visit(child)
 
@@ -252,7 +265,7 @@ def align(elements: int) -> int:
     return -(-elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
-def _lay_out(index: int, module: str, params: list[ParamSpec]) -> UnitSpec:
+def _lay_out(index: int, module: ModuleSpec, params: list[ParamSpec]) -> UnitSpec:
     slots: list[Slot] = []
     offset = 0
     trainable = 0
@@ -263,4 +276,4 @@ def _lay_out(index: int, module: str, params: list[ParamSpec]) -> UnitSpec:
                 offset += align(max(param.numel, 1))  # so that each has a place, even if it is empty
         if wanted:
             trainable = offset
-    return UnitSpec(index, module, tuple(slots), offset, trainable)
+    return UnitSpec(index, module.name, tuple(slots), offset, trainable, module.on_host)

@@ -30,6 +30,7 @@ from pagoda.parameters.quantized import QuantizedForm
 from pagoda.parameters.unit import LiveUnit, successor
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.prepare.experts import RoutedExperts
+from pagoda.prepare.lookups import lookups_in
 from pagoda.prepare.operator_tiles import Tiling
 from pagoda.prepare.tiles import Tiled
 from pagoda.process import callers_gpu
@@ -151,6 +152,7 @@ def describe(
             tuple(dict.fromkeys(tied)),
             apart=module in tiles,
             routed=module in rows,
+            lookup=lookups.get(module),
         )
 
     placed: set[str] = set()
@@ -158,6 +160,7 @@ def describe(
     tiles: set[nn.Module] = set()
     rows: set[nn.Module] = set()
     visited: set[nn.Module] = set()
+    lookups = lookups_in(model)
     return visit(model, "")
 
 
@@ -166,7 +169,11 @@ def live_units(
 ) -> list[LiveUnit]:
     """Make a model's units, which hold the model's own parameters. Those that wait are built later."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    return [LiveUnit(spec, [params[slot.param.name] for slot in spec.slots], dtype, device) for spec in specs]
+    ram = torch.device("cpu")
+    return [
+        LiveUnit(spec, [params[slot.param.name] for slot in spec.slots], dtype, ram if spec.on_host else device)
+        for spec in specs
+    ]
 
 
 def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
@@ -179,8 +186,9 @@ def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
     return owners
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move every buffer, and every parameter that is not in pages, to the compute device. Shared ones stay shared.
+def move_buffers(model: nn.Module, device: torch.device, in_ram: Container[str]) -> None:
+    """Move every buffer, and every parameter that is not in pages, to the compute device. Shared ones stay shared. The
+    buffers of the modules `in_ram` stay there.
 
     Floating-point and quantized parameters are in pages.
     """
@@ -188,8 +196,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     for param in model.parameters():
         if not param.is_floating_point() and param.device != device:
             param.data = param.data.to(device)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
+    for of, module in model.named_modules():
+        for name, buffer in module._buffers.items() if of not in in_ram else ():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 

@@ -13,6 +13,7 @@ from pagoda.errors import ConfigError
 from pagoda.mesh.dtensors import as_dtensor, local
 from pagoda.models.switch import is_switch
 from pagoda.parameters.unit import node_is_held
+from pagoda.plan.lookups import check_lookup
 from pagoda.plan.units import ALIGN_ELEMENTS
 from pagoda.prepare.deferred_logits import LateHead, defer_logits
 from pagoda.prepare.experts import (
@@ -26,6 +27,7 @@ from pagoda.prepare.experts import (
     is_expert_stack,
     some_experts,
 )
+from pagoda.prepare.lookups import lookups_in
 from pagoda.prepare.tiles import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear, row_blocks
 from pagoda.ranks.experts import ExpertExchange
 
@@ -64,6 +66,7 @@ class Tiling:
         cuts_stacks: bool = True,
         in_blocks: bool = False,
         exchange: ExpertExchange | None = None,
+        most_looked_up: int | None = None,
     ) -> None:
         """Replace layers of `model`.
 
@@ -75,8 +78,10 @@ class Tiling:
             in_blocks: whether the optimizer has one state for each block of a parameter. Then biases too are cut
                 between blocks only, as a checkpoint joins the states of tiles.
             exchange: divides the experts of each layer over ranks. The model then has the experts of this rank.
+            most_looked_up: embeddings with more elements stay whole, because the CPU looks up their rows.
 
-        Raises ConfigError, with nothing replaced, if experts cannot be divided or the model has none to divide.
+        Raises ConfigError, with nothing replaced, if experts cannot be divided, if the model has none to divide, or if
+        the CPU cannot look up the rows of such an embedding.
         """
         self._most_elements = most_elements
         self._in_blocks = in_blocks
@@ -100,7 +105,7 @@ class Tiling:
         }
         self._replace_experts(model, cuts_stacks)
         if most_elements is not None:
-            self._replace_large(model, most_elements)
+            self._replace_large(model, most_elements, most_looked_up)
         before = {id(param): name for name, param in model.named_parameters()}
         for at, _, made in self._replaced:
             _put(at, made)
@@ -155,13 +160,17 @@ class Tiling:
     def _trains(self, stack: nn.Module) -> bool:
         return any(id(param) in self._trained for param in stack.parameters(recurse=False))
 
-    def _replace_large(self, model: nn.Module, most_elements: int) -> None:
+    def _replace_large(self, model: nn.Module, most_elements: int, most_looked_up: int | None) -> None:
         replaced = {whole for _, whole, _ in self._replaced}
+        lookups, names = lookups_in(model), {module: name for name, module in model.named_modules()}
         for module in list(model.modules()):
             weight = module._parameters.get("weight")
             if weight is None or local(weight).numel() <= most_elements:
                 continue
             if module in replaced or module not in self._parents:
+                continue
+            if most_looked_up is not None and module in lookups and weight.numel() > most_looked_up:
+                check_lookup(names[module], lookups[module])
                 continue
             users = self._users[id(weight)]
             whole = next((user for user in users if not _can_be_tiled(user) or user not in self._parents), None)

@@ -349,20 +349,22 @@ class GradientBuffers:
             taken.synchronize()
             return PAST
 
-        moved = 0 if self._store.lives_on_device(unit.index, GRAD) else sum(each.values.nbytes for each in made)
+        stays = unit.spec.on_host or self._store.lives_on_device(unit.index, GRAD)
+        moved = 0 if stays else sum(each.values.nbytes for each in made)
         # A store follows earlier stores in the device's queue. An addition needs the earlier gradients to have arrived.
         after = gradient.pending if any(each.accumulate for each in made) else ()
         return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
 
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
         """Store or add a flat gradient of shape [n]. The sum of squares is that of the result. Runs on the d2h lane."""
+        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
+        in_ram = unit.spec.on_host
         lives_there = self._store.lives_on_device(unit.index, GRAD)
         if accumulate and lives_there:
-            return self._device.add_gradient(self._kernels.add_gradient, into, grad, issued)
-        if not accumulate and (lives_there or into.dtype is grad.dtype):
-            return self._device.store_gradient(self._kernels.store_gradient, into, grad, issued)
-        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
-        if self._adders is not None:
+            return self._device.add_gradient(kernel, into, grad, issued)
+        if not accumulate and not in_ram and (lives_there or into.dtype is grad.dtype):
+            return self._device.store_gradient(kernel, into, grad, issued)
+        if self._adders is not None and not in_ram:
             return self._take_bounced(into, kernel, grad, issued, self._adders)
         sums = taken(kernel, into, grad)
         return Arrival((), lambda: sums)

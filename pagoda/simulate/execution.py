@@ -133,7 +133,7 @@ class Execution:
     def _chains_of(self, kind: Kind, index: int, adds: bool) -> Sequence[Chain]:
         """The work of an operation. There is none for PUBLISH, for the OFFLOAD of a gradient that stays where it is
         made, and for the FETCH of weights that are already in RAM."""
-        unit, traffic = self._plan.units[index], self._traffic[index]
+        unit, traffic, layout = self._plan.units[index], self._traffic[index], self._plan.layout
         if kind is Kind.FETCH:
             return self._fetch(index)
         if kind is Kind.SPILL:
@@ -144,17 +144,19 @@ class Execution:
             return []
         chain = []
         if sent := traffic.reduced:
-            seconds = self._rates.ring_seconds(sent, self._plan.layout.group(unit))
+            seconds = self._rates.ring_seconds(sent, layout.group(unit))
             chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, seconds))
         if sent := traffic.merged:
             chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, self._rates.merge_seconds(sent)))
         if traffic.offloaded:  # handing gradients over is part of what a parameter costs
             move = self._lanes.move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0)
-            layout = self._plan.layout
             kept = traffic.offloaded * layout.itemsize(GRAD) // layout.offloaded_itemsize
             if adds or kept > traffic.offloaded:  # while one piece is added, the next ones come
                 move.seconds = max(move.seconds, self._rates.adding_seconds(traffic.offloaded + (1 + adds) * kept))
             chain.append(move)
+        elif unit.on_host:  # it is made in RAM, and stored or added there
+            touched = (2 + adds) * layout.elements(unit, GRAD) * layout.itemsize(GRAD)
+            chain.append(Work("d2h", f"offload {unit.name}", 0, self._rates.adding_seconds(touched)))
         return [chain] if chain else []
 
     def _fetch(self, index: int) -> Sequence[Chain]:

@@ -202,6 +202,11 @@ class Hardware:
     node."""
     nodes_per_domain: int = 1
     """Number of nodes whose GPUs send to each other as fast as within one, as in a rack that NVLink joins."""
+    rails: int = 1
+    """Number of networks (rails) to which a node's adapters connect, one or several adapters to each. GPU i uses rail
+    i, counted around. 1 if one network joins all adapters."""
+    oversubscription: float = 1.0
+    """Rate of a node's adapters, divided by the rate at which its bytes pass from rail to rail, over the spine."""
 
     def __post_init__(self) -> None:
         if (self.device is None) != (self.link is None):
@@ -210,6 +215,10 @@ class Hardware:
             raise ConfigError(f"hardware {self.name!r}: it needs at least one GPU or process, and one per link")
         if self.nodes_per_domain < 1:
             raise ConfigError(f"hardware {self.name!r}: nodes_per_domain must be at least 1")
+        if not 1 <= self.rails <= self.gpus_per_node:
+            raise ConfigError(f"hardware {self.name!r}: rails must be from 1 to its {self.gpus_per_node} GPUs")
+        if not 1 <= self.oversubscription < math.inf:
+            raise ConfigError(f"hardware {self.name!r}: oversubscription must be at least 1 and finite")
         if self.gpus_per_node > 1 and self.intra_node_bytes_per_s is None:
             raise ConfigError(
                 f"hardware {self.name!r}: {self.gpus_per_node} GPUs or processes need intra_node_bytes_per_s, which "
@@ -227,17 +236,22 @@ class Hardware:
         return rate
 
     def with_gpus(self, count: int) -> "Hardware":
-        """The same node with `count` of its GPUs in use, spread over its links, and all of the host.
+        """The same node with `count` of its GPUs in use, spread over its links, and all of the host. They use as many
+        of its rails.
 
         Raises ConfigError for more GPUs than the node has.
         """
-        if self.link is None:
-            return replace(self, gpus_per_node=count)
-        if not 1 <= count <= self.gpus_per_node:
+        if self.link is not None and not 1 <= count <= self.gpus_per_node:
             has = f"hardware {self.name!r} has {self.gpus_per_node} GPU{'s' * (self.gpus_per_node > 1)} per node"
             raise ConfigError(f"{has}, not {count}: name another in --hardware; h100x8 has eight, h100 one")
-        links = self.gpus_per_node // self.link.gpus
-        return replace(self, gpus_per_node=count, link=replace(self.link, gpus=-(-count // links)))
+        rails, network, link = min(self.rails, count), self.inter_node_bytes_per_s, self.link
+        if network is not None and rails < self.rails:
+            source = f"{rails} of {self.rails} rails: {network.source}"
+            network = replace(network, value=network.value * rails / self.rails, source=source)
+        if link is not None:
+            links = self.gpus_per_node // link.gpus
+            link = replace(link, gpus=-(-count // links))
+        return replace(self, gpus_per_node=count, link=link, rails=rails, inter_node_bytes_per_s=network)
 
     def nodes_joined(self, nodes: int) -> int:
         """How many of `nodes` nodes are in one domain, if all domains have equally many. 1 for a prime number of nodes

@@ -126,7 +126,8 @@ def _gen4_drives(count: int, system: str) -> Drive:
 def _dgx(
     name: str, model: str, cpu: tuple[int, float, str], device: DeviceSpeeds, link: Link, nvlink: Figure, port: float
 ) -> Hardware:
-    """A DGX of eight GPUs, eight drives, 2 TB of RAM and eight ports of `port` Gb/s to the network."""
+    """A DGX of eight GPUs, eight drives, 2 TB of RAM and eight ports of `port` Gb/s, each on a rail, as in NVIDIA's
+    DGX SuperPODs. Their spine is as fast as the ports."""
     sheet = f"NVIDIA DGX {model} datasheet"
     return Hardware(
         name=name,
@@ -137,6 +138,7 @@ def _dgx(
         ssd=_gen4_drives(8, sheet),
         intra_node_bytes_per_s=nvlink,
         inter_node_bytes_per_s=_network(8 * port, f"{sheet}: 8 x {port:.0f} Gb/s"),
+        rails=8,
     )
 
 
@@ -268,6 +270,7 @@ _GB200_NODE = Hardware(
     intra_node_bytes_per_s=_nvlink(1_800 * _GB, "NVIDIA GB200 NVL72"),
     inter_node_bytes_per_s=_network(4 * 400, "4 x 400 Gb/s, one port a GPU; unverified"),
     nodes_per_domain=18,
+    rails=4,
 )
 
 MACHINES: Mapping[str, Hardware] = MappingProxyType(

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from pagoda.plan.activations import BUFFERED
-from pagoda.plan.exchanges import Exchange
+from pagoda.plan.exchanges import ROWS, Exchange
 from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, HOST, LANES
@@ -116,7 +116,8 @@ class Simulation:
         accesses = plan.trace.accesses[:-1]
         self._compute_at = [self._computing(access, tick_s[tick]) for tick, access in enumerate(accesses)]
         self._compute_in_step = [Work(COMPUTE, "step", 0, seconds) for seconds in tick_s[len(accesses) :]]
-        self._stalling = (*LANES, COLLECTIVE) if plan.ranks.count > 1 or plan.exchanges else LANES
+        among_ranks = plan.ranks.count > 1 or any(exchange.kind != ROWS for exchange in plan.exchanges)
+        self._stalling = (*LANES, COLLECTIVE) if among_ranks else LANES
         self._stall_s = dict.fromkeys(self._stalling, 0.0)
         scheduled = schedule_plan(plan)
         # All simulated steps use the same experts, so the trace shows when each is used.
@@ -182,7 +183,7 @@ class Simulation:
                 self.marks.append(Mark(self._lanes.now, dict(self._stall_s)))
             self._use(access)
             for exchange in self._exchanges.get(tick, ()):
-                self._wait_for(self._exchange(access.unit, exchange))
+                self._wait_for(self._exchange(access, exchange))
             self._activations.begin(tick)
             self._compute(self._compute_at[tick])
             self._activations.end(tick)
@@ -244,9 +245,12 @@ class Simulation:
                 self._wait_for(task)
                 self._lanes.python_waits()
 
-    def _exchange(self, unit: int, exchange: Exchange) -> Task:
+    def _exchange(self, access: Access, exchange: Exchange) -> Task:
+        name = f"{exchange.kind} {self._plan.units[access.unit].name}"
+        if exchange.kind == ROWS:
+            lane = "d2h" if access.phase is Phase.BACKWARD else "h2d"
+            return self._lanes.submit(self._lanes.move(lane, name, exchange.sent))
         seconds = self._rates.exchange_seconds(exchange)
-        name = f"{exchange.kind} {self._plan.units[unit].name}"
         return self._lanes.submit(Work(COLLECTIVE, name, exchange.sent, seconds))
 
     def _wait_for(self, task: Task) -> None:

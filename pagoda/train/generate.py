@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pagoda.errors import ConfigError
+from pagoda.prepare.lookups import device_of
 from pagoda.train.metrics import Entry
 from pagoda.train.records import Message
 from pagoda.train.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ def continued(
 
     Raises ConfigError like `prompt_ids`.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     given = prompt_ids(model, tokenizer, prompt, chat)
     ids = torch.tensor([given], device=device)
     positions = _positions(model)

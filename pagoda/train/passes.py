@@ -9,6 +9,7 @@ from torch import nn
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.models.build import model_directory
 from pagoda.optimizer import PagedOptimizer
+from pagoda.prepare.lookups import device_of
 from pagoda.prepare.sequence_parallel import SequenceRanks
 from pagoda.train.config import TrainConfig
 
@@ -33,7 +34,7 @@ class Passes:
 
     def __init__(self, config: TrainConfig, model: nn.Module, optimizer: PagedOptimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         self._name = config.model
         self.sequences: SequenceRanks | None = None
         """The ranks that divide each sequence, if any do."""

@@ -11,7 +11,7 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers
-from pagoda.plan.exchanges import of_heads, of_tokens
+from pagoda.plan.exchanges import of_heads, of_stage, of_tokens
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.options import Options
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
@@ -243,6 +243,35 @@ def test_ranks_of_one_domain_send_as_within_a_node_and_share_the_adapters_of_all
     assert ring(16, joined=2) == pytest.approx(16 * GIB / 2 / 2e10)
     (tokens,) = of_tokens({"experts": GIB}, shared(16, expert_parallel=16, nodes_per_domain=4))
     assert tokens.leaving == 0
+
+
+@pytest.mark.parametrize(
+    ("inside", "oversubscription", "adapter_gib"),
+    [
+        (1e11, 4, 4 * 12),  # 9 GiB more inside take less than the adapters: 12 GiB of each of four ranks
+        (2e9, 1, 4 * 12),  # the spine takes 4 * 9 at the rate of the adapters
+        (2e9, 1.5, 1.5 * 4 * 9),
+        (2e9, 2, 5 * (3 + 9)),  # faster than the spine: 3 GiB stay, and 9 change rails, at a fifth of that rate
+    ],
+)
+def test_bytes_for_another_rail_go_through_the_node_or_over_the_spine(
+    inside: float, oversubscription: float, adapter_gib: float
+) -> None:
+    node = replace(NODE, rails=4, oversubscription=oversubscription, intra_node_bytes_per_s=figure(inside))
+    ranks = shared(16, expert_parallel=16, rails=4)
+    (tokens,) = of_tokens({"experts": 15 * GIB}, ranks)
+    assert (tokens.leaving, tokens.straying) == (12 * GIB, 9 * GIB)
+    assert Rates(node, ranks).exchange_seconds(tokens) == pytest.approx(adapter_gib * GIB / 1e10)
+    assert tokens.scaled(2).straying == 2 * tokens.straying
+    (heads,) = of_heads(["layer"], 16 * GIB, shared(16, rails=2), 16)
+    assert (heads.leaving, heads.straying) == (12 * GIB, 6 * GIB)
+
+
+@pytest.mark.parametrize(("rails", "straying"), [(1, 0), (2, 0), (4, GIB)])
+def test_stages_of_half_a_node_send_to_ranks_on_other_rails(rails: int, straying: int) -> None:
+    before, after = of_stage(GIB, shared(2, pipeline_parallel=4, rails=rails), 2)
+    assert (before.leaving, before.straying, before.sharing) == (GIB, straying, 2)
+    assert after.leaving == 0
 
 
 def test_ranks_that_divide_sequences_send_each_other_equal_parts() -> None:

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 STEPS = 5
 FEW, SSD, PASSING, BOTH, HOME = "few", "ssd", "passing", "both", "home"
 """In the least device memory: states in RAM; on SSD; updated on the device, all of them or half; half at home there."""
+LOOKED_UP = "looked-up"
+"""On SSD, except that the CPU looks up the embedding in RAM."""
 PASSING_AND_HOME = "passing-and-home"
 """Half at home there, and all others updated there."""
 OTHERS = {
@@ -38,9 +40,10 @@ def memory(placement: str, directory: Path, recipe: Recipe) -> pagoda.Memory:
     """Everything leased at once, or what `placement` says."""
     share = {PASSING: 1.0, PASSING_AND_HOME: 1.0, BOTH: 0.5}.get(placement, 0.0)
     homes = 0.5 * (placement in (HOME, PASSING_AND_HOME))
-    same = in_ram(recipe, share, homes, ssd=directory if placement == SSD else None)
+    same = in_ram(recipe, share, homes, ssd=directory if placement in (SSD, LOOKED_UP) else None)
     device = "64MiB" if placement == "all" else str(device_bytes(recipe, homes, ring=share > 0))
-    return replace(same, device=device, split=same.split if share or homes else None)
+    looked_up = "1KiB" if placement == LOOKED_UP else None
+    return replace(same, device=device, split=same.split if share or homes else None, embedding_limit=looked_up)
 
 
 def train(recipe: Recipe, placement: str, directory: Path, **settings: Any) -> Outcome:
@@ -114,6 +117,20 @@ def test_placement_does_not_change_a_bit(model: str, placement: str, checkpointi
     outcome = assert_same_everywhere(Recipe(model, checkpointing=checkpointing, accumulation=2), placement, tmp_path)
     if placement == PASSING:
         assert_updated_on_device(outcome, 1.0)
+
+
+@pytest.mark.usefixtures("_poison", "_deterministic")
+def test_an_embedding_that_the_cpu_looks_up_trains_as_one_on_the_device(tmp_path: Path) -> None:
+    """It adds the gradients of a row in the order of tokens, a GPU may add them in another one."""
+    recipe = Recipe("qwen3", precision="fp32", accumulation=2)
+    outcome, on_device = (train(recipe, placement, tmp_path) for placement in (LOOKED_UP, "all"))
+    assert [unit.module for unit in outcome.plan.units if unit.on_host] == ["model.embed_tokens"]
+    name = "model.embed_tokens.weight"
+    for ours, theirs in (
+        (torch.tensor(outcome.losses), torch.tensor(on_device.losses)),
+        (outcome.weights[name].cpu(), on_device.weights[name].cpu()),
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("_deterministic")

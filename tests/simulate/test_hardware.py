@@ -46,6 +46,12 @@ def test_fewer_gpus_spread_over_the_links(count: int, sharing: int) -> None:
     assert node.cpu == MACHINES["v100-32gx16"].cpu
 
 
+def test_fewer_gpus_use_fewer_rails() -> None:
+    node, whole = MACHINES["h100x8"].with_gpus(2), MACHINES["h100x8"].inter_node_bytes_per_s
+    assert (node.rails, node.inter_node_bytes_per_s.value) == (2, whole.value / 4)
+    assert MACHINES["a100-40gx8"].with_gpus(2).inter_node_bytes_per_s == MACHINES["a100-40gx8"].inter_node_bytes_per_s
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_machine_has_as_many_gpus_as_its_name_says_and_otherwise_one(name: str) -> None:
     said = re.search(r"gx(\d+)(-|$)|00x(\d+)$", name)
@@ -110,6 +116,10 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         replace(h100, gpus_per_node=0)
     with pytest.raises(ConfigError, match="nodes_per_domain"):
         replace(h100, nodes_per_domain=0)
+    with pytest.raises(ConfigError, match="rails"):
+        replace(h100, rails=9)
+    with pytest.raises(ConfigError, match="oversubscription"):
+        replace(h100, oversubscription=0.5)
     with pytest.raises(ConfigError, match="at least one core"):
         replace(h100.cpu, cores=0)
 

@@ -18,8 +18,8 @@ class Watcher(Protocol):
     def gradients(self, layer: int) -> tuple[float, ...] | None:
         """The gradient of each parameter, all of whose elements are equal. None if backward is to fail here."""
 
-    def tensor(self, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-        """A gradient that compute makes."""
+    def tensor(self, layer: int, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """A gradient that a layer's backward makes."""
 
 
 class InterruptionError(Exception):
@@ -46,7 +46,7 @@ class _Use(torch.autograd.Function):
         if given is None:
             raise InterruptionError
         grads = [
-            watcher.tensor(size, value, layer.dtype) if trains else None
+            watcher.tensor(layer.number, size, value, layer.dtype) if trains else None
             for size, value, trains in zip(layer.sizes, given, ctx.needs_input_grad[3:], strict=True)
         ]
         return (grad, None, None, *grads)

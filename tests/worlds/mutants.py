@@ -98,6 +98,10 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     gradients: {
+        "a gradient that was made in RAM is taken from the device": (
+            "in_ram = unit.spec.on_host",
+            "in_ram = False",
+        ),
         "a gradient is copied before compute has made it": (
             "grad, self._device.fence(), accumulate",
             "grad, PAST, accumulate",

@@ -177,6 +177,7 @@ class Program:
             memory["ssd_checkpoints"] = int(rules.keeps_pages)
         if rules.device:
             memory |= {"device": f"cpu:{sizes['device']}", "split": split}
+            memory["embedding_limit"] = 1 if rules.in_ram else None
         return pagoda.Memory(**memory)
 
     # --- what layers report ---
@@ -196,9 +197,17 @@ class Program:
         truth = self.truths[layer]
         for slot, (value, wanted) in enumerate(zip(values, self.weights(layer), strict=True)):
             told = [stored_weight(version[slot].weight, self.rules.precision) for version in truth.values]
-            self.check_values(value, wanted, f"layer {layer} reads {{}}, not {wanted}, version {truth.shown} of {told}")
+            message = f"layer {layer} reads {{}}, not {wanted}, version {truth.shown} of {told}"
+            self.check_values(layer, value, wanted, message)
 
-    def check_values(self, values: torch.Tensor, wanted: float, message: str) -> None:
+    def compute(self, layer: int, work: Callable[[], object]) -> None:
+        """A layer does this when compute comes to it, or at once in RAM."""
+        if layer in self.rules.in_ram:
+            work()
+        else:
+            self.device.compute(work)
+
+    def check_values(self, layer: int, values: torch.Tensor, wanted: float, message: str) -> None:
         """All of these are `wanted` when compute comes to it. A device's queue does not keep memory alive."""
         half = values.dtype is torch.bfloat16
         place = (ctypes.c_uint16 if half else ctypes.c_float) * values.numel()
@@ -210,14 +219,14 @@ class Program:
                 has = (found.astype(np.uint32) << 16).view(np.float32) if half else found
                 raise ViolationError(message.format(_some(has)))
 
-        self.device.compute(check)
+        self.compute(layer, check)
 
-    def tensor(self, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-        """A gradient that compute makes."""
+    def tensor(self, layer: int, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """A gradient that a layer's backward makes."""
         half = dtype is torch.bfloat16
         array = np.full(size, 0x7FC0, np.uint16) if half else np.full(size, np.nan, np.float32)
         number = (np.float32(value).view(np.uint32) >> 16).astype(np.uint16) if half else np.float32(value)
-        self.device.compute(partial(array.fill, number))
+        self.compute(layer, partial(array.fill, number))
         return torch.from_numpy(array.view(np.int16) if half else array).view(dtype)
 
     def weights(self, layer: int) -> list[float]:
@@ -612,7 +621,7 @@ class Program:
         """Views keep their values. Of weights in their home, they change with the step."""
         for view, value, layer, step in views:
             if step == self.step_number or self.in_frames(layer):
-                self.check_values(view, value, f"a view of layer {layer} has {{}}, not {value}")
+                self.check_values(layer, view, value, f"a view of layer {layer} has {{}}, not {value}")
 
     def in_frames(self, layer: int) -> bool:
         return not self.engine.leases.in_place(self.units[layer])

@@ -71,6 +71,8 @@ class Rules:
     """Whether small work is done by the thread that submits it."""
     ordered: bool
     """Whether each rank's gradients are added by themselves."""
+    in_ram: frozenset[int]
+    """Layers that compute in RAM, as embeddings that the CPU looks up."""
 
     @staticmethod
     def draw(rng: Random) -> "Rules":
@@ -87,7 +89,7 @@ class Rules:
                 tuple(rng.choice([40, 700, 1500, 4200]) for _ in range(rng.choice([1, 1, 2]))) for _ in range(count)
             ),
             frozen=frozenset(layer for layer in range(count) if rng.random() < 0.12),
-            unread=frozenset(layer for layer in plain if rng.random() < 0.15),
+            unread=(unread := frozenset(layer for layer in plain if rng.random() < 0.15)),
             experts=experts,
             steady=rng.random() < 0.5,
             order=tuple(rng.sample(plain, len(plain))),
@@ -119,6 +121,7 @@ class Rules:
             stage=(stage := rng.choice([1, 2, 3, 3])),
             inline=not queued and rng.random() < 0.15,
             ordered=ranks > 1 and stage > 1 and rng.random() < 0.3,
+            in_ram=unread if device and ranks == 1 and len(unread) < count and rng.random() < 0.5 else frozenset(),
         )
 
     @property

@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
 from pagoda import api, engine
 from pagoda.memory.ssd import record, store as ssd_store
@@ -34,7 +35,7 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import Ranks
-from pagoda.prepare import construct as writers
+from pagoda.prepare import construct
 from pagoda.ranks import service, transport
 from pagoda.runtime import gradients as runtime_gradients, lanes, store as runtime_store, updaters
 from pagoda.schedule import updates as schedule_updates
@@ -42,6 +43,7 @@ from pagoda.schedule.operations import schedule_plan
 
 from .device import slow_copy, slow_kernel
 from .disk import Drive
+from .model import Layer
 from .network import Network
 from .observers import Observed
 from .program import Program, require
@@ -126,6 +128,10 @@ class World:
         self.schedulers.append(Observed(schedule_plan(plan), self._require, self.fetches))
         return self.schedulers[-1]
 
+    def _lookups(self, model: nn.Module) -> dict[nn.Module, str]:
+        layers = [module for module in model.modules() if isinstance(module, Layer)]
+        return {layer: "" for layer in layers if layer.number in self.rules.in_ram}
+
     def _require(self, holds: bool, message: str) -> None:
         """Like `require`, where an error might be handled as one of the package."""
         if not holds:
@@ -154,7 +160,8 @@ class World:
         places: list[tuple[Any, str, Any]] = [
             (ssd_store, "PageFile", self.drive.file),
             (record, "PageFile", self.drive.file),
-            (writers, "ThreadPoolExecutor", AtOnce),
+            (construct, "ThreadPoolExecutor", AtOnce),
+            (construct, "lookups_in", self._lookups),
             (engine, "open_scheduler", self._open_scheduler),
             (api, "open_device", lambda _: self.programs[self.threads.running.rank].device),
             (runtime_store, "copy_bytes", slow_copy(self.threads)),
@@ -179,8 +186,10 @@ _FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, one core is used: threads that take turns hand over four times faster."""
-    logging.getLogger("pagoda").setLevel(logging.ERROR)
+    """Inside, one core is used: threads that take turns hand over four times faster. Warnings are not logged."""
+    log = logging.getLogger("pagoda")
+    level = log.level
+    log.setLevel(logging.ERROR)
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, {max(cores)})
     torch.set_num_threads(1)
@@ -196,6 +205,7 @@ def alone() -> Iterator[None]:
         gc.enable()
         torch.set_num_threads(threads)
         os.sched_setaffinity(0, cores)
+        log.setLevel(level)
 
 
 def run(seed: int, log: bool = False) -> str | None:
