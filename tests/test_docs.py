@@ -7,14 +7,24 @@ import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import tyro
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import pagoda
 from pagoda.cli.main import COMMANDS, main, parse
+from tests.checkpoint.test_dequantize import mxfp4
 from tests.test_house import HOUSE
 from tests.text_files import chats, write_lines, write_pretrained
 
@@ -88,25 +98,65 @@ def test_the_code_of_a_page_runs(
         assert losses == pytest.approx(shown or losses, rel=0.02), "the page shows what it prints"
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_the_code_of_the_page_on_long_sequences_trains(number: int) -> None:
-    """Each block takes the reader's `model`, `rule` and `memory`."""
-    code = blocks(DOCS / "long-sequences.md", "python")[number]
-    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
-    config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, use_cache=False)
-    names = {"pagoda": pagoda, "rule": pagoda.AdamW(lr=1e-2), "memory": pagoda.Memory(device="cpu:4MiB", host="64MiB")}
-    names |= {"model": LlamaForCausalLM(config), "batch": {"input_ids": tokens, "labels": tokens}}
-    if "optimizer = " not in code:
+FEATURES = ["long-sequences", "moe", "precision", "checkpoint", "optimizers"]
+"""Pages of features, whose code takes the reader's model."""
+
+
+def reader() -> dict[str, Any]:
+    """What the reader has: `model`, `batch`, `rule`, `memory` and imports; in the current directory, models that pages
+    name."""
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = LlamaConfig(**{**small, "num_hidden_layers": 8}, intermediate_size=64, use_cache=False)
+    LlamaForCausalLM(llama).save_pretrained("DIR")
+    experts = MixtralConfig(**small, intermediate_size=32, num_local_experts=4, num_key_value_heads=2)
+    MixtralForCausalLM(experts).save_pretrained("base")
+    mxfp4(Path("gpt-oss-20b"))
+    tokens = torch.randint(90, (2, 32), generator=torch.Generator().manual_seed(0))
+    return {
+        **{"pagoda": pagoda, "torch": torch, "dcp": dcp, "peft": pytest.importorskip("peft")},
+        **{"AutoModelForCausalLM": AutoModelForCausalLM, "BitsAndBytesConfig": BitsAndBytesConfig},
+        "model": LlamaForCausalLM(llama),
+        "batch": {"input_ids": tokens, "labels": tokens},
+        "rule": pagoda.AdamW(lr=1e-2),
+        "memory": pagoda.Memory(device="cpu:4MiB", host="64MiB"),
+    }
+
+
+@pytest.mark.inline
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [(page, number) for page in FEATURES for number, _ in enumerate(blocks(DOCS / f"{page}.md", "python"))],
+)
+def test_the_code_of_the_page_of_a_feature_trains(
+    page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = blocks(DOCS / f"{page}.md", "python")[number]
+    if "BitsAndBytes" in code:
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    names = reader()
+    if "requires_grad_(True)" in code:
+        names["model"].model.layers.requires_grad_(False)
+    if "pagoda.wrap(" not in code:
         names["model"], names["optimizer"] = pagoda.wrap(names["model"], names["rule"], memory=names["memory"])
-    exec(code.replace("ranks=2", "ranks=1"), names)
-    losses = []
-    for _ in range(3):
-        loss = names["model"](**names["batch"]).loss
-        loss.backward()
-        names["optimizer"].step()
-        names["optimizer"].zero_grad()
+    for ours, here in {
+        "ranks=2": "ranks=1",
+        '"/nvme"': '"."',
+        "LoraConfig(...)": 'LoraConfig(target_modules=["q_proj"])',
+    }.items():
+        code = code.replace(ours, here)
+    exec(code, names)
+    model, optimizer, losses = names["model"], names["optimizer"], []
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    for _ in range(4):
+        loss = model(**names["batch"]).loss
+        optimizer.scale(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
-    names["optimizer"].close()
+    optimizer.close()
     assert losses[-1] < losses[0]
 
 

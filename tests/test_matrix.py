@@ -183,7 +183,12 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     options, model = Options.of(training, memory), build(case)
     if training.tile_bytes is not None:
         size = states[0].dtype.itemsize
-        Tiling(model, training.tile_bytes // size, most_looked_up=looked_up and memory.embedding_bytes // size)
+        Tiling(
+            model,
+            training.tile_bytes // size,
+            in_blocks=any(state.per > 1 for state in states),
+            most_looked_up=looked_up and memory.embedding_bytes // size,
+        )
     root = describe(model)
     layout = make_plan(root, states, Budgets(1 << 40, looked_up and 1 << 40), options).layout
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):

@@ -22,12 +22,11 @@ def run(config: PlanConfig, console: Console) -> int:
     from pagoda.forecast.forecast import forecast
     from pagoda.forecast.largest import largest_model
     from pagoda.forecast.machine import find_machine_for
+    from pagoda.forecast.model_description import describe_model
     from pagoda.forecast.pipeline import forecast_pipeline
     from pagoda.forecast.record import as_lines
     from pagoda.forecast.report import as_json, pipeline_table, show
     from pagoda.models.build import planned_name
-
-    gc.freeze()  # the garbage collector need not look at the objects of imports, which takes a third of a search
 
     if config.plot is not None:
         check_plotting()
@@ -39,8 +38,10 @@ def run(config: PlanConfig, console: Console) -> int:
     machine = find_machine_for(config)
     if config.max_model:
         config = replace(config, model=largest_model(config, machine), max_model=False)
+    described = describe_model(config)
+    gc.freeze()  # the garbage collector need not look at imports and the model, which takes a third of a search
     pipeline = forecast_pipeline(config, machine) if config.pipeline_parallel > 1 else None
-    made = forecast(config, machine) if pipeline is None else pipeline.slowest
+    made = forecast(config, machine, described=described) if pipeline is None else pipeline.slowest
     made = replace(made, resolved=(*resolved, *made.resolved))
     advice = advise(made)
     if config.json:

@@ -56,9 +56,10 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
     for name in filter(None, list(own)):
         own[next(around for around in around_of(name) if around in own)] -= within[name]
     booked: dict[str, float] = {}
+    takers = _last_holders(modules)
     for name, flops in own.items():
         if flops > 0:
-            taker = _last_holder(name, modules)
+            taker = takers[name]
             booked[taker] = booked.get(taker, 0.0) + flops
     booked |= of_experts
     return {name: booked[name] for name in modules if name in booked}
@@ -94,12 +95,10 @@ def _even_experts(model: "nn.Module") -> Iterator[dict[str, float]]:
             del module.__dict__["forward"]
 
 
-def _last_holder(name: str, modules: dict[str, Any]) -> str:
-    """The last leaf module with parameters inside `name`, or `name` itself if there is none."""
-    prefix = f"{name}." if name else ""
-    holders = [
-        other
-        for other, module in modules.items()
-        if other.startswith(prefix) and module._parameters and not any(True for _ in module.children())
-    ]
-    return holders[-1] if holders else name
+def _last_holders(modules: dict[str, Any]) -> dict[str, str]:
+    """Module -> the last leaf module with parameters inside it, or itself if there is none."""
+    last = {name: name for name in modules}
+    for name, module in modules.items():
+        if module._parameters and not any(True for _ in module.children()):
+            last.update((around, name) for around in (name, *around_of(name)) if around in last)
+    return last

@@ -129,7 +129,6 @@ def _chosen(problem: Problem, choose: Callable[[Problem], Choice]) -> tuple[Prob
     choice, and its plan with every expert. Raises BudgetError if no plan fits."""
     joined = problem.with_joined_experts()
     if joined is not problem:
-        joined = replace(joined, options=replace(joined.options, page_bytes=problem.plan().page_bytes))
         try:
             choice = choose(joined)
             options = replace(choice.best.options, page_bytes=problem.options.page_bytes)

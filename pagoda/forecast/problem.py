@@ -84,10 +84,15 @@ class Problem:
         return (timeline.step_s + left_out * timeline.pass_s) * longer, timeline.pass_s * longer
 
     def with_joined_experts(self) -> Self:
-        """The same problem. If there are many experts, neighbours in a layer are one module, unless it would be larger
-        than a unit. A simulated step uses all experts in their order, so it takes about as long."""
-        together = len([*self.root.experts()]) // _MOST_EXPERTS
-        if together <= 1:
+        """The same problem. If there are many experts, as many neighbours in a layer as fit a unit are one module, and
+        the page size is that of a plan with every expert. A simulated step uses all experts in their order, so it takes
+        about as long. Raises BudgetError if there are many experts and no plan fits."""
+        sizes = [expert.numel for module in self.root.modules() if module.routed for expert in module.children]
+        if len(sizes) < 2 * _MOST_EXPERTS:
+            return self
+        plan = self.plan()
+        of_unit = plan.unit_limit // (max(sizes) * self.states[0].dtype.itemsize)
+        if (together := min(len(sizes) // _MOST_EXPERTS, of_unit)) < 2:
             return self
         inside: dict[str, str] = {}
         """Module in an expert -> the joined module."""
@@ -95,7 +100,7 @@ class Problem:
         def joined(experts: Sequence[ModuleSpec]) -> ModuleSpec:
             name = f"{experts[0].name}-{experts[-1].name.rpartition('.')[2]}"
             inside.update((module.name, name) for expert in experts for module in expert.modules())
-            return ModuleSpec(name, (), tuple(replace(expert, apart=False) for expert in experts))
+            return ModuleSpec(name, tuple(param for expert in experts for param in expert.walk()))
 
         def visit(module: ModuleSpec) -> ModuleSpec:
             if not module.routed:
@@ -112,7 +117,8 @@ class Problem:
 
         root = visit(self.root)
         compute = Compute(added_up(self.compute.forward_s), added_up(self.compute.backward_s))
-        return replace(self, root=root, compute=compute)
+        options = replace(self.options, page_bytes=plan.page_bytes)
+        return replace(self, root=root, compute=compute, options=options)
 
     def to_compare(self, plan: Plan) -> Self:
         """The problem on which such plans are compared. If there are many units, it has only the first layers of the

@@ -287,8 +287,9 @@ class Tiling:
         key = id(whole), name
         if key not in self._parts:
             self._parts[key] = []
+            values = whole.detach()
             for start, stop in blocks:
-                part = nn.Parameter(whole.detach()[start:stop], whole.requires_grad)
+                part = nn.Parameter(values[start:stop], whole.requires_grad)
                 self._parts[key].append(part)
                 self._whole[id(part)] = whole, start * (whole.numel() // len(whole))
         return self._parts[key]

@@ -62,6 +62,19 @@ class Agenda:
             self._heap = [*self._entries.values()]
             heapify(self._heap)
 
+    def in_order(self) -> Iterator[tuple[float, int]]:
+        """Every time and its unit, the least first. Meanwhile units may be removed or get other times. A unit that got
+        one when it was yielded comes again at that time."""
+        heap = [*self._heap]
+        while heap:
+            time, _, unit = entry = heappop(heap)
+            if self._entries.get(unit) is not entry:
+                continue
+            yield time, unit
+            after = self._entries.get(unit)
+            if after is not None and after is not entry:
+                heappush(heap, after)
+
     def first(self) -> tuple[float, int] | None:
         """The least time and its unit; None if there are no units."""
         while self._heap:
@@ -358,34 +371,36 @@ class Leases:
         fewest, earliest = self._no_room.get(slab, (inf, inf))
         if count >= fewest and needed_at >= earliest:
             return None
-        idle, window = self._idle[slab], self.frames.window(slab, count)
-        offered: list[tuple[float, Lease]] = []
-        victims: list[PageRun] | None = None
-        while victims is None and (first := self._first_idle(slab)) is not None and -first[0] > needed_at:
-            time, unit = first
-            offered.append((time, self._leases[unit]))
-            idle.remove(unit)
-            victims = window.offer(self._leases[unit].run)
-        for time, lease in offered:
-            idle.put(lease.unit, time, lease.run.count)
-        if victims is None:
-            self._no_room[slab] = count, needed_at
-        return victims
+        window = self.frames.window(slab, count)
+        for time, unit in self._idle[slab].in_order():
+            if not self._is_idle(slab, unit, time):
+                continue
+            if -time <= needed_at:
+                break
+            if (victims := window.offer(self._leases[unit].run)) is not None:
+                return victims
+        self._no_room[slab] = count, needed_at
+        return None
 
     def _first_idle(self, slab: int) -> tuple[float, int] | None:
         """The unit whose next use is the last among the leases of a slab that may make room, behind minus the time of
         that use. None if there are none."""
         idle = self._idle[slab]
-        while (first := idle.first()) is not None:
-            time, unit = first
-            lease = self._leases.get(unit)
-            if lease is None or self.frames.slab_of(lease.run) != slab or not self._may_end(lease):
-                idle.remove(unit)  # it comes back when it is idle again
-            elif -time != (useful := self._useful(unit)):
-                idle.put(unit, -useful, lease.run.count)
-            else:
-                return first
-        return None
+        while (first := idle.first()) is not None and not self._is_idle(slab, first[1], first[0]):
+            pass  # it was removed or comes later
+        return first
+
+    def _is_idle(self, slab: int, unit: int, time: float) -> bool:
+        """Whether a unit's lease in a slab may make room, and is used next at minus `time`. If not, it is removed from
+        the slab's idle units or gets its new time there."""
+        idle, lease = self._idle[slab], self._leases.get(unit)
+        if lease is None or self.frames.slab_of(lease.run) != slab or not self._may_end(lease):
+            idle.remove(unit)  # it comes back when it is idle again
+        elif -time != (useful := self._useful(unit)):
+            idle.put(unit, -useful, lease.run.count)
+        else:
+            return True
+        return False
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease may end to make room for another."""

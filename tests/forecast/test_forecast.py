@@ -350,14 +350,17 @@ def test_neighbouring_experts_are_simulated_as_one_and_the_plan_has_each(monkeyp
         monkeypatch.setattr("pagoda.forecast.problem._MOST_EXPERTS", most_experts)
         return forecast(config, Machine(small, here=False))
 
-    each, joined = of(1000), of(6 * 32 // 4)
-    assert joined.plan == each.plan
+    each, joined, largest = of(1000), of(6 * 32 // 4), of(6)
+    assert joined.plan == largest.plan == each.plan
     experts = 6 * 32
     assert len(joined.choice.best.plan.units) == len(joined.plan.units) - experts + experts // 4
-    assert joined.problem.bound_s == pytest.approx(each.problem.bound_s)
-    assert joined.timeline.step_s == pytest.approx(each.timeline.step_s, rel=0.05)
-    fetched = [sum(s.nbytes for s in one.timeline.spans if s.lane == "h2d") for one in (each, joined)]
-    assert fetched[1] == pytest.approx(fetched[0], rel=0.02)
+    assert max(unit.numel for unit in largest.choice.best.plan.units) * 2 <= each.plan.unit_limit
+    for one in (joined, largest):
+        assert one.problem.bound_s == pytest.approx(each.problem.bound_s)
+        assert one.timeline.step_s == pytest.approx(each.timeline.step_s, rel=0.05)
+        fetched = [sum(s.nbytes for s in run.timeline.spans if s.lane == "h2d") for run in (each, one)]
+        assert fetched[1] == pytest.approx(fetched[0], rel=0.02)
+    assert len(largest.choice.best.plan.units) < len(joined.choice.best.plan.units)
 
 
 def test_the_usual_plan_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
