@@ -120,16 +120,19 @@ def features_of(case: Case) -> set[Feature]:
 def possible(case: Case) -> bool:
     """Whether `wrap` takes these settings together; those left out do not matter."""
     update, activations, place = case.get("update"), case.get("activations"), case.get("place")
+    model = case.get("model", "untied" if place == LOOKED_UP else None)
+    if model == "untied":
+        place = case.get("place", LOOKED_UP)
     # Reentrant checkpoints deliver a gradient for each use of a block.
-    several = activations == "reentrant" and (case.get("model") in PLAIN or case.get("tiles") == "batch")
+    several = activations == "reentrant" and (model in PLAIN or case.get("tiles") == "batch")
     return why_not(features_of(case)) is None and not (
         (place == RAM and activations in OFFLOADS)  # nowhere to go
-        or ({"place", "model"} <= case.keys() and (place == LOOKED_UP) != (case["model"] == "untied"))
+        or (model is not None and place is not None and (place == LOOKED_UP) != (model == "untied"))
         or (case.get("rule") in WHOLE and update == "async" and place in NO_WEIGHTS_IN_RAM)
         or (
             case.get("rule") in ("sgd", *WHOLE) and update == "async, predicted"
         )  # no momentum, or not element by element
-        or (case.get("tiles") == "sequence" and case.get("model") == "conv")  # it has no tokens
+        or (case.get("tiles") == "sequence" and model == "conv")  # it has no tokens
         or (place == ADAPTING and update in LATE)
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
@@ -180,7 +183,12 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     options, model = Options.of(training, memory), build(case)
     if training.tile_bytes is not None:
         size = states[0].dtype.itemsize
-        Tiling(model, training.tile_bytes // size, most_looked_up=looked_up and memory.embedding_bytes // size)
+        Tiling(
+            model,
+            training.tile_bytes // size,
+            in_blocks=any(state.per > 1 for state in states),
+            most_looked_up=looked_up and memory.embedding_bytes // size,
+        )
     root = describe(model)
     layout = make_plan(root, states, Budgets(1 << 40, looked_up and 1 << 40), options).layout
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):

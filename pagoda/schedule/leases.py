@@ -63,8 +63,8 @@ class Agenda:
             heapify(self._heap)
 
     def in_order(self) -> Iterator[tuple[float, int]]:
-        """Every time and its unit, the least first. Meanwhile units may be removed, and times may grow: they come
-        later."""
+        """Every time and its unit, the least first. Meanwhile units may be removed or get other times. A unit that got
+        one when it was yielded comes again at that time."""
         heap = [*self._heap]
         while heap:
             time, _, unit = entry = heappop(heap)
