@@ -123,6 +123,16 @@ class Accesses:
             self._uses[phase][unit.index] += 1
         return lease
 
+    def begin_forward(self) -> None:
+        """Compute begins a forward of the model for a step."""
+        if self._rank_group is not None:
+            self._rank_group.collectives.begin_forward()
+
+    def end_forward(self, recorded: bool) -> None:
+        """Compute ends a forward of the model, for a step if that is `recorded`, else to evaluate."""
+        if self._rank_group is not None:
+            self._rank_group.collectives.end_forward(recorded)
+
     def edition(self, unit: LiveUnit) -> int:
         """How often a unit's weights were changed."""
         return self._scheduler.weights(unit.index).edition

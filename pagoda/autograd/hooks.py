@@ -131,9 +131,16 @@ class ModelHooks:
         if not is_root:
             return active_forwards.run(units, call, *args, **kwargs)
         with active_forwards.alone():
-            if not active_forwards.in_forward and torch.is_grad_enabled():
+            if active_forwards.in_forward:
+                return active_forwards.run(units, call, *args, **kwargs)
+            accesses, recorded = self._engine.accesses, torch.is_grad_enabled()
+            if recorded:
+                accesses.begin_forward()
                 self._engine.graphs.begin_forward((args, kwargs))
-            return active_forwards.run(units, call, *args, **kwargs)
+            try:
+                return active_forwards.run(units, call, *args, **kwargs)
+            finally:
+                accesses.end_forward(recorded)
 
     def _refuse_compiling(self, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():

@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
+
 from pagoda.errors import NonFiniteGradientError
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
@@ -12,7 +14,7 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.units import UnitSpec
-from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPart
+from pagoda.ranks.order import FIRST, Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
 from pagoda.ranks.transport import Group, Transport
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane, wait_all
@@ -50,8 +52,10 @@ class Collectives:
     """The part of compute's program that it is in."""
     _part_is_new: bool = False
     """Whether the part has had no collective yet."""
-    _drops: int = 0
-    """How often compute has dropped the gradients of this step."""
+    _section: Section = FIRST
+    """The section of compute's program."""
+    _backward: int | None = None
+    """The backward whose end will be noticed."""
     _left: bool = False
 
     def __post_init__(self) -> None:
@@ -84,17 +88,55 @@ class Collectives:
 
     def begin_access(self, recorded: bool) -> None:
         """Compute is about to access a unit, in a step if that is `recorded`, else to evaluate."""
+        self.await_backward()
         wanted = _STEP if recorded else None
         if self._part is None or self._part.number not in (_STEP, wanted):
             self._begin(wanted)
 
+    def begin_forward(self) -> None:
+        """Compute begins a forward of the model for a step."""
+        if torch._C._current_graph_task_id() == -1:  # else it is a part of a backward
+            self._section, self._backward = Section(self._section.drops, self._section.forwards + 1), None
+
+    def end_forward(self, recorded: bool) -> None:
+        """Compute ends a forward of the model, for a step if that is `recorded`, else to evaluate."""
+        section = self._section
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if recorded:
+            self._begin_section(section._replace(ends=section.ends + 1, evaluations=0))
+        elif self.mesh.ranks.shards_weights:  # else evaluations need no other rank
+            self._begin_section(section._replace(evaluations=section.evaluations + 1))
+
+    def await_backward(self) -> None:
+        """Notice the end of the backward that runs, if one does. What other backwards inside it do is a part of it."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and self._backward is None:
+            self._backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+
+    def _end_backward(self, task: int) -> None:
+        if self._backward == task:
+            self._backward = None
+            self._begin_section(self._section._replace(ends=self._section.ends + 1, evaluations=0))
+
+    def _begin_section(self, section: Section) -> None:
+        if self._left:  # the forward has been refused
+            return
+        self._section = section
+        self._begin(None if self._part is None else self._part.number)
+        part = self._come()
+        assert part is not None
+        self.lane.submit(lambda: self.order.begin(part), (), 0, "the end of a forward or backward")
+
     def _begin(self, number: int | None) -> None:
-        self._part, self._part_is_new = ProgramPart(number, self._scheduler.trace, (), self._drops), True
+        self._part, self._part_is_new = ProgramPart(number, self._scheduler.trace, (), self._section), True
 
     def _come(self) -> ProgramPart | None:
         """The part of the next collective. Its versions are taken at its first one, since `step()` has changed them."""
         if self._part is not None and self._part_is_new:
-            self._part = replace(self._part, versions=tuple(self.edition(unit) for unit in self._units))
+            if self._part.number is not None:
+                self._part = replace(self._part, versions=tuple(self.edition(unit) for unit in self._units))
             self._part_is_new = False
         return self._part
 
@@ -113,8 +155,8 @@ class Collectives:
         `alike` says that every rank submits it at this point of the same step, so ranks need not announce it.
         """
         part = self._part if alike else self._come()
-        position, drops = self._scheduler.position, self._drops
-        call = Call(kind, unit.index, version=self.edition(unit), position=position, drops=drops)
+        position, section = self._scheduler.position, self._section
+        call = Call(kind, unit.index, version=self.edition(unit), position=position, section=section)
 
         def run() -> None:
             try:
@@ -137,7 +179,7 @@ class Collectives:
         `step`: a step ends with it. On a device, `work` goes into compute's queue."""
         self._device.computing()
         queue, part = self._device.as_compute(), self._come()
-        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.position, drops=self._drops)
+        call = Call(CollectiveKind.ON_ALL_RANKS, what=what, position=self._scheduler.position, section=self._section)
         results: list[T] = []
 
         def run() -> None:
@@ -148,14 +190,14 @@ class Collectives:
 
         self._await(run, what)
         if step:
-            self._drops = 0
+            self._section, self._backward = FIRST, None
             self._begin(_BETWEEN)
         return results[0]
 
     def drop_gradients(self, made: bool) -> None:
         """Compute drops the gradients of this step. If it has `made` some, return once all ranks drop them."""
-        call = Call(CollectiveKind.DROP, drops=self._drops)
-        self._drops += 1
+        call = Call(CollectiveKind.DROP, section=self._section)
+        self._section, self._backward = Section(self._section.drops + 1), None
         if made:
             self._device.computing()
             self._await(lambda: self.order.drop(call), call.place)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 from pagoda.errors import RankError, UsageError
 from pagoda.ranks.transport import Transport
@@ -23,7 +24,7 @@ class CollectiveKind(IntEnum):
     ON_ALL_RANKS = 3
     """A collective that runs only once all ranks want it."""
     BEGIN = 4
-    """Follow a list of collectives that all ranks have run before."""
+    """Begin a section of the program, and follow a list of collectives that all ranks have run in it before."""
     LEAVE = 5
     """Leave: the rank has closed its optimizer."""
     FAIL = 6
@@ -34,10 +35,24 @@ class CollectiveKind(IntEnum):
 
 _SERVED = (CollectiveKind.REDUCE, CollectiveKind.SHARE)
 """A rank that waits for anything takes part in these without wanting them."""
-_FIRST = (CollectiveKind.GATHER, CollectiveKind.BEGIN)
-"""The kinds that come first, in this order. They let ranks that are behind catch up with the others."""
-_OF_GRADIENTS = (*_SERVED, CollectiveKind.DROP)
-"""These come next. Ranks that have dropped their gradients less often are first."""
+_IN_STEP = {CollectiveKind.REDUCE: 0, CollectiveKind.SHARE: 0, CollectiveKind.BEGIN: 1, CollectiveKind.DROP: 2}
+"""These come after GATHER, in this order. Ranks that have dropped their gradients less often are first."""
+
+
+class Section(NamedTuple):
+    """A section of a step's program: a forward, a backward, or what comes after one. Later ones are larger."""
+
+    drops: int = 0
+    """How often the program has dropped the gradients of this step before."""
+    forwards: int = 0
+    """The forwards of the model for this step that it has begun since then."""
+    ends: int = 0
+    """The ends since then: of that forward, and of backwards."""
+    evaluations: int = 0
+    """The evaluations that have ended since then."""
+
+
+FIRST = Section()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +68,23 @@ class Call:
     """The unit's number of updates. 0 in a list: no weights change within a part that has one."""
     position: int = field(default=0, compare=False)
     """Compute's position in the trace when the rank wanted it. A GATHER of a list waits until compute is there."""
-    drops: int = field(default=0, compare=False)
-    """How often the rank's program has dropped the gradients of this step before."""
+    section: Section = field(default=FIRST, compare=False)
+    """The section of the rank's program. For BEGIN, the one that begins."""
     lists: tuple[int, ...] = ()
     """For BEGIN: a hash of each list that the rank can follow. 0 for none."""
 
     def is_with(self, other: "Call") -> bool:
         """Whether one collective answers both calls."""
         alike = (self.kind, self.about, self.what) == (other.kind, other.about, other.what)
-        return alike and (self.drops == other.drops or self.kind not in (*_OF_GRADIENTS, CollectiveKind.BEGIN))
+        if self.kind is CollectiveKind.BEGIN:
+            return alike and self.section == other.section
+        return alike and (self.section.drops == other.section.drops or self.kind not in _IN_STEP)
+
+    @property
+    def turn(self) -> tuple[object, ...]:
+        """Of the kinds `_IN_STEP`, the least is next."""
+        section = self.section if self.kind is CollectiveKind.BEGIN else FIRST
+        return self.section.drops, _IN_STEP[self.kind], section
 
     @property
     def place(self) -> str:
@@ -75,35 +98,45 @@ class Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ProgramPart:
-    """A part of compute's program: a step from its first access to its end, or what comes after a step."""
+    """A part of compute's program: a section of a step, from its first access to its end, or what comes after it."""
 
     number: int | None
     """0 between steps, 1 in a step. None for evaluation between steps, which has no list."""
     trace: object
     """The expected trace of steps."""
     versions: tuple[int, ...]
-    """Each unit's number of updates when the part began."""
-    drops: int = 0
-    """How often the program has dropped the gradients of this step before."""
+    """Each unit's number of updates when the part began. Empty if the part has no list."""
+    section: Section = FIRST
 
 
 class CollectiveOrder:
     """Decides with the other ranks which collective comes next. One thread calls all methods, in compute's order.
 
-    *With a list.* When a part of the program begins, each rank announces hashes of two lists of collectives: the list
+    *With a list.* When a section of a step begins, each rank announces hashes of two lists of collectives: the list
     that it wanted the last time, and the last list that all ranks had in common. If all ranks share one of them, they
-    follow it, and announce nothing before its collectives. A rank that reaches an entry has taken part in all earlier
-    entries, including those that it does not want. It reaches an entry for weights only once compute has reached the
-    entry's place in the trace, and it never skips an entry that needs all ranks. A collective that is not in the list,
-    or not due yet, does not advance the list. A rank requests such weights directly from the other ranks. Before any
-    other such collective, it skips the rest of the list.
+    follow it until the section ends, and announce nothing before its collectives. A rank that reaches an entry has
+    taken part in all earlier entries, including those that it does not want. It reaches an entry for weights only once
+    compute has reached the entry's place in the trace, and it never skips an entry that needs all ranks. A collective
+    that is not in the list, or not due yet, does not advance the list. A rank requests such weights directly from the
+    other ranks. Before any other such collective, it skips the rest of the list.
 
     *Without a list.* Before each collective, every rank announces what it wants. Ranks that want weights are answered
-    first: together if all want the same weights, otherwise each separately. BEGIN comes next, and then a collective in
-    which ranks that do not want it can take part, of the last unit first. They do so, and announce again what they
-    want. So ranks may want things in any order, and none waits forever: a rank that announces nothing is computing or
-    in a collective. Backward has the gradients of the last unit first. So ranks with other experts still reduce each
-    unit once, with all gradients of a backward.
+    first: together if all want the same weights, otherwise each separately. Next comes a collective in which ranks that
+    do not want it can take part, of the last unit first. They do so, and announce again what they want. So ranks may
+    want things in any order, and none waits forever: a rank that announces nothing is computing, in a collective, or
+    in one of the program's own. Backward has the gradients of the last unit first. So ranks with other experts still
+    reduce each unit once, with all gradients of a backward.
+
+    *Sections.* A rank announces BEGIN where a forward of the model or a backward has ended. Its compute goes on, but
+    its next collective waits until no other rank is in an earlier section. Meanwhile it takes part in what others need.
+
+    *Collectives of the program*, such as a mean of metrics, are not known here. A rank that waits in one announces
+    nothing. None does so forever if all ranks run equally many forwards and backwards between two such collectives,
+    whichever units they use, and none of these collectives is inside a forward or backward. For let rank A wait here
+    for rank B, while B's compute waits in the program's collective C. B announces nothing, so its last BEGIN before C
+    is over, and all ranks have come to that section. What A wants is about the forward or backward that comes next. In
+    A's program, C is before that, so A has passed C. Compute of a rank that has not is between that BEGIN and C, where
+    it waits for no other rank. So all ranks come to C, and B goes on.
 
     *Dropped gradients.* Programs call `zero_grad()` equally often in a step, and a call here carries how often. At
     `zero_grad()`, a rank leaves its list. If it has made gradients, it waits in a DROP until every other rank has
@@ -134,7 +167,7 @@ class CollectiveOrder:
         self._listed = listed
         self._part: ProgramPart | None = None
         """The current part of this rank's program."""
-        self._known: dict[int, list[Sequence[Call]]] = defaultdict(lambda: [(), ()])
+        self._known: dict[tuple[int | None, ...], list[Sequence[Call]]] = defaultdict(lambda: [(), ()])
         """By part: the list of the last time, and the last list that all ranks had in common."""
         self._trace: object = None
         """The trace to which the entries of known lists refer."""
@@ -150,7 +183,7 @@ class CollectiveOrder:
         self._stops = False
         """Whether to stop the others at the next announcement."""
         self.asked = 0
-        """The number of units that this rank had to request by itself, because the list does not have them."""
+        """The number of units that this rank had to request by itself."""
         self.served = 0
         """The number of collectives in which this rank took part without wanting them."""
 
@@ -167,7 +200,9 @@ class CollectiveOrder:
                 return False
             self._pass_over_rest()
         asking = self._askers(call, self._settle(call))
-        return {*self._sharers(call.about)}.issubset(asking)
+        together = {*self._sharers(call.about)}.issubset(asking)
+        self.asked += call.kind is CollectiveKind.GATHER and not together
+        return together
 
     def come_together(self, call: Call, part: ProgramPart | None, step: bool) -> None:
         """Reach a collective that needs all ranks. `step`: a step ends with it."""
@@ -186,9 +221,8 @@ class CollectiveOrder:
         """End the part: take part in the rest of its list. If the part was `whole`, remember its list."""
         if self._wanted is not None:
             assert self._part is not None
-            assert self._part.number is not None
             self._pass_over_rest()
-            self._known[self._part.number][0] = tuple(self._wanted) if whole else ()
+            self._known_of(self._part)[0] = tuple(self._wanted) if whole else ()
         self._part, self._list, self._wanted = None, (), None
 
     def close(self) -> None:
@@ -206,18 +240,19 @@ class CollectiveOrder:
         if not alike:
             self._stop()
 
-    def _enter(self, part: ProgramPart | None) -> None:
-        """Begin another part of compute's program."""
+    def begin(self, part: ProgramPart) -> None:
+        """Begin another part of compute's program. Returns once no other rank is in an earlier section."""
         self.leave(whole=True)
         self._part = part
-        if part is None or part.number is None or not self._listed:
+        mine = Call(CollectiveKind.BEGIN, part.number or 0, section=part.section)
+        if not self._has_list(part):
+            self._settle(mine)
             return
         if part.trace is not self._trace:
             self._known.clear()
             self._trace = part.trace
-        known = self._known[part.number]
-        hashes = tuple(_hash(calls, sum(part.versions)) for calls in known)
-        mine = Call(CollectiveKind.BEGIN, part.number, lists=hashes, drops=part.drops)
+        known = self._known_of(part)
+        mine = replace(mine, lists=tuple(_hash(calls, sum(part.versions)) for calls in known))
         said = self._settle(mine)
         self._wanted = []
         if all(call.is_with(mine) for call in said):
@@ -226,6 +261,21 @@ class CollectiveOrder:
                     known[1] = self._list = known[number]
                     break
         self._next = 0
+
+    def _enter(self, part: ProgramPart | None) -> None:
+        """Compute is in another part of its program."""
+        if part is not None and self._has_list(part):
+            self.begin(part)
+        else:
+            self.leave(whole=True)
+            self._part = part
+
+    def _has_list(self, part: ProgramPart) -> bool:
+        return self._listed and part.number is not None
+
+    def _known_of(self, part: ProgramPart) -> list[Sequence[Call]]:
+        _, *section = part.section
+        return self._known[part.number, *section]
 
     def _claim(self, call: Call) -> bool:
         """Advance to an entry of the list. Returns False if the list does not have it, or it is not due yet."""
@@ -291,7 +341,7 @@ class CollectiveOrder:
                 chosen = self._choose(call, calls)
                 if chosen.is_with(call) or chosen.kind is call.kind is CollectiveKind.GATHER:
                     return calls
-                if chosen.kind in _OF_GRADIENTS:
+                if chosen.kind in (*_SERVED, CollectiveKind.DROP):
                     self.served += chosen.kind in _SERVED
                     asking = self._askers(chosen, calls)
                     self._take_part(chosen.kind, chosen.about, calls[asking[0]].version if asking else None)
@@ -314,15 +364,15 @@ class CollectiveOrder:
                     "on every rank."
                 )
         last_first = sorted(calls, key=lambda call: -call.about)  # the order in which backward has units' gradients
-        chosen = next((call for kind in _FIRST for call in last_first if call.kind is kind), None)
-        if chosen is not None:
-            return chosen
-        of_gradients = [call for call in last_first if call.kind in _OF_GRADIENTS]
-        chosen = min(of_gradients, key=lambda call: (call.drops, call.kind is CollectiveKind.DROP), default=calls[0])
-        if chosen.kind in _SERVED:
+        gather = next((call for call in last_first if call.kind is CollectiveKind.GATHER), None)
+        if gather is not None:
+            return gather
+        in_step = [call for call in last_first if call.kind in _IN_STEP]
+        chosen = min(in_step, key=lambda call: call.turn, default=calls[0])
+        if chosen.kind in (*_SERVED, CollectiveKind.BEGIN):
             return chosen
         drops = chosen.kind is CollectiveKind.DROP
-        if not all(chosen.is_with(call) or (drops and chosen.drops < call.drops) for call in calls):
+        if not all(chosen.is_with(call) or (drops and chosen.section.drops < call.section.drops) for call in calls):
             wanted = ", ".join(f"rank {rank} is at {call.place}" for rank, call in enumerate(calls))
             raise UsageError(f"Ranks are at different points, but each of these needs all ranks: {wanted}.")
         return chosen

@@ -98,6 +98,7 @@ class Reducer:
 
     def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
+        self._collectives.await_backward()
         if self._filling is not None and (self._filling.gradient.unit is not unit or slot in self._filling.arrived):
             self.flush(last=False)
         filling = self._filling = self._filling or self._open(unit)

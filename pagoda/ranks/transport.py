@@ -158,7 +158,8 @@ class Transport:
         store = f" Nor does torch's store on {where} answer." if not answers else ""
         return RankError(
             f"{f'Rank {self._names(missing)}' if missing else 'A rank'} is gone, or has not answered rank {me} for "
-            f"{rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more).{store} {error}"
+            f"{rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more). If it waits in a collective of its "
+            f"program, let all ranks run as many forwards and backwards before that.{store} {error}"
         )
 
     def _ask_who_is_silent(self) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""TRL's SFT with images: a tiny LLaVA whose tower is frozen, and conversations, every other pair without an image."""
+"""TRL's SFT with images: a tiny LLaVA, and conversations, every other pair without an image."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ def processor() -> LlavaProcessor:
     )
 
 
-def llava() -> Any:
+def llava(trains_tower: bool) -> Any:
     torch.manual_seed(0)
     words = processor().tokenizer
     tower = CLIPVisionConfig(**DIMENSIONS, num_hidden_layers=3, image_size=SIZE, patch_size=PATCH)
@@ -56,7 +56,7 @@ def llava() -> Any:
         image_token_index=words.convert_tokens_to_ids(IMAGE),
     )
     model = LlavaForConditionalGeneration(config)
-    model.model.vision_tower.requires_grad_(False)
+    model.model.vision_tower.requires_grad_(trains_tower)
     return model
 
 
@@ -72,24 +72,25 @@ def conversations() -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def losses(kind: Any, out: Path, **given: Any) -> Any:
+def losses(kind: Any, out: Path, passes: int, **given: Any) -> Any:
     settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "max_length": None, "bf16": False}
     settings |= {"train_sampling_strategy": "sequential", "ddp_find_unused_parameters": True}
-    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_accumulation_steps": passes}
     args = arguments(out, trl.SFTConfig, **settings)
-    trainer = kind(model=llava(), args=args, train_dataset=conversations(), processing_class=processor(), **given)
+    model = llava(trains_tower=passes > 1)
+    trainer = kind(model=model, args=args, train_dataset=conversations(), processing_class=processor(), **given)
     trainer.train()
     return trainer
 
 
-def with_images(out: Path, host: str, stage: Any = None) -> dict[str, Any]:
+def with_images(out: Path, host: str, stage: Any = None, passes: int = 1) -> dict[str, Any]:
     """The losses of TRL's own trainer and of the paged one, and the bytes of weights of the latter by tier. With a
-    `stage`, on several ranks, whose steps differ."""
-    stock = losses(trl.SFTTrainer, out / "stock")
+    `stage`, on several ranks, whose steps differ. With several `passes` of a step, the tower is trained."""
+    stock = losses(trl.SFTTrainer, out / "stock", passes)
     pages = Paging(memory=memory(out / "ssd", host))
     if stage is not None:
         pages = replace(pages, mesh=pagoda.open_mesh(stage=stage), backward_passes=None)
-    paged = losses(PAGED["SFT"], out / "paged", paging=pages)
+    paged = losses(PAGED["SFT"], out / "paged", passes, paging=pages)
     weights = {tier: lines.get("weight", 0) for tier, lines in pagoda.plan_of(paged.model).bytes.items()}
     paged.optimizer.close()
     return {"stock": logged(stock, "loss"), "paged": logged(paged, "loss"), "weights": weights}

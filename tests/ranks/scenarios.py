@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from reference import InMemory
 from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -683,16 +686,58 @@ def clip_by_torch(out: Path, stage: int) -> dict[str, Any]:
 
 
 class Halves(nn.Module):
-    """Two layers, of which a forward may leave out the second."""
+    """Two layers, of which a forward may leave out the second, and a tower before them, if it uses both."""
 
-    def __init__(self) -> None:
+    def __init__(self, tower: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.tower = nn.Sequential(*(nn.Linear(8, 8) for _ in range(tower)))
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first(self.tower(x) if both else x)
         return (self.second(x) if both else x).sum()
+
+
+def metrics_in_steps(out: Path, stage: int | None, passes: int, steady: bool) -> Any:
+    """The weights after steps in which ranks add up their losses between forward and backward and in an evaluation. In
+    each pass, only one rank uses the tower and the second layer: if not `steady`, not always the same. Without a
+    `stage`, they are those of plain PyTorch."""
+    rank, model, rule = place()[0], Halves(tower=4), pagoda.AdamW(lr=1e-2)
+    optimizer: Any = InMemory(model.parameters(), rule)
+    if stage is None:
+        join(launched())
+    else:
+        memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+        mesh = pagoda.open_mesh(stage=stage)
+        model, optimizer = pagoda.wrap(model, rule, memory=memory, mesh=mesh, precision="fp32")
+    for step in range(5):
+        for number in range(passes):
+            has_image = rank == (0 if steady or step == 0 else (step + number) % 2)
+            loss = model(torch.ones(2, 8) + rank + number, both=has_image or step == 3)
+            dist.all_reduce(loss.detach().clone())
+            loss.backward()
+        if stage is None:
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(param.grad)
+                param.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            dist.all_reduce(model(torch.ones(2, 8), both=rank == 0))
+    return joined(model.state_dict())
+
+
+def meet_before_a_forward(out: Path) -> None:
+    """The second rank comes to a collective of the program before a forward, the first one after it."""
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    model, _ = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, mesh=pagoda.open_mesh(), precision="fp32")
+    group = dist.new_group(timeout=timedelta(minutes=1))
+    if place()[0] == 1:
+        dist.all_reduce(torch.zeros(1), group=group)
+    model(torch.ones(2, 8), both=True)
+    dist.all_reduce(torch.zeros(1), group=group)
 
 
 def change_between_steps(out: Path, how: str) -> Any:

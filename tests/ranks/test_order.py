@@ -3,19 +3,21 @@ meet in the wrong collective."""
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import RankError, UsageError
-from pagoda.ranks.order import Call, CollectiveKind, CollectiveOrder, ProgramPart
+from pagoda.ranks.order import FIRST, Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
 
 from .wire import FakeWire, Table
 
 Event = tuple[str, Any]
-"""What compute does: "gather", "reduce" or "evaluate" a unit, "read" something together, "drop" gradients (True: it has
-made some), "fail" at what the event is about, "leave"."""
+"""What compute does: "gather", "reduce" or "evaluate" a unit, "read" something together, "end" a forward or backward
+(its number, and of how many ends of that forward), "drop" gradients (True: it has made some), "fail" at what the event
+is about, "leave"."""
 UNITS = 5
 KINDS = {kind.name.lower(): kind for kind in CollectiveKind}
 
@@ -56,7 +58,7 @@ class Rank(threading.Thread):
             self.error = error
 
     def step(self, events: Sequence[Event]) -> None:
-        part, position, drops = ProgramPart(0, "trace", (0,) * UNITS), 0, 0
+        part, position, section = ProgramPart(0, "trace", (0,) * UNITS), 0, FIRST
         for kind, about in events:
             fails = kind == "fail"
             kind, about = about if fails else (kind, about)
@@ -66,18 +68,23 @@ class Rank(threading.Thread):
                 self.order.come_together(together(f"reading {about}", position), part, False)
                 continue
             if kind == "drop":
-                self.order.drop(Call(KINDS[kind], drops=drops)) if about else self.order.leave(whole=False)
-                drops += 1
+                self.order.drop(Call(KINDS[kind], section=section)) if about else self.order.leave(whole=False)
+                section = Section(section.drops + 1)
                 part = ProgramPart(0, "trace", (0,) * UNITS)
                 if about:
                     self.log.append((kind, 0, True))
                 continue
+            if kind == "end":
+                section = Section(section.drops, *about)
+                part = replace(part, section=section)
+                self.order.begin(part)
+                continue
             wanted = None if kind == "evaluate" else 1
             if part.number not in (1, wanted):
-                part = ProgramPart(wanted, "trace", (0,) * UNITS, drops)
+                part = ProgramPart(wanted, "trace", (0,) * UNITS, section)
             if kind in ("gather", "reduce"):
                 position = max(position, about if kind == "gather" else 2 * UNITS - about)
-            call = Call(KINDS.get(kind, CollectiveKind.GATHER), about, position=position, drops=drops)
+            call = Call(KINDS.get(kind, CollectiveKind.GATHER), about, position=position, section=section)
             if fails:
                 self.order.fail(call, part, alike=False)
                 raise OSError("the drive is gone")
@@ -163,6 +170,21 @@ def test_a_rank_that_departs_is_served_or_serves_and_then_all_follow_the_list(ho
     if "batch" not in how:
         assert first.kinds == len(steps) * USUAL
         assert first.said_in_step[-1] == second.said_in_step[-1] == 2
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_gradients_of_a_backward_do_not_meet_those_of_the_next(listed: bool) -> None:
+    """Also if a rank does nothing in a pass, and has begun the next."""
+    passes = [
+        [*gathers(0, 1), ("end", (number, 1)), *reduces(1, 0), ("end", (number, 2)), ("evaluate", 2)]
+        for number in (1, 2)
+    ]
+    idle: list[Event] = [("end", (1, 1)), ("end", (1, 2))]
+    first, second = play([[[*passes[0], *passes[1]]] * 3, [[*idle, *passes[1]]] * 3], listed)
+    assert first.error is second.error is None
+    assert first.kinds == second.kinds
+    assert [mine for kind, _, mine in first.log if kind == "reduce"] == 3 * [True, True, True, True]
+    assert [mine for kind, _, mine in second.log if kind == "reduce"] == 3 * [False, False, True, True]
 
 
 def test_what_ranks_do_jointly_in_a_step_is_never_passed_over() -> None:

@@ -158,6 +158,21 @@ def test_ranks_that_do_different_things_take_part_in_what_others_need(
         assert any(result["served"] for result in results) == ("left_out" in DEPARTURES[name])
 
 
+@pytest.mark.parametrize(("passes", "steady"), [(1, True), (3, False)])
+def test_ranks_of_which_one_uses_a_tower_meet_in_collectives_of_the_program(
+    passes: int, steady: bool, ranks: RankServer, tmp_path: Path
+) -> None:
+    """As those of trainers do that add up metrics within a step. One rank needs the other's weights, if these are
+    divided, and the other's part in the mean of its gradients, while the other's compute waits for it."""
+    plain, *paged = (
+        ranks.run("metrics_in_steps", 2, tmp_path / str(stage), stage=stage, passes=passes, steady=steady)
+        for stage in (None, 2, 3)
+    )
+    for weights in (*paged[0], *paged[1]):
+        torch.testing.assert_close(weights, plain[0], rtol=0 if passes == 1 else 1e-5, atol=0)
+        assert_equal(weights, paged[0][0])
+
+
 @pytest.mark.parametrize("how", ["load", "drain"])
 def test_ranks_change_weights_between_steps_that_the_step_before_left_as_they_were(
     how: str, ranks: RankServer, tmp_path: Path

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from pagoda.autograd import stepper
-from pagoda.ranks import gathering, order, reducing
+from pagoda.ranks import collective, gathering, order, reducing
 from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, speculation, store, updaters, updates
 from pagoda.schedule import stream
 
@@ -267,10 +267,38 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "for spans in (self._shards.trained_slices(spec),):",
         ),
     },
+    collective: {
+        "ranks do not say where a forward ends": (
+            "            self._begin_section(section._replace(ends=section.ends + 1, evaluations=0))\n        elif",
+            "            pass\n        elif",
+        ),
+        "ranks do not say where an evaluation ends": (
+            "elif self.mesh.ranks.shards_weights:",
+            "elif False:",
+        ),
+        "ranks do not say where a backward ends": (
+            "            self._begin_section(self._section._replace(ends",
+            "            (self._section._replace(ends",
+        ),
+        "a forward begins no section": (
+            "Section(self._section.drops, self._section.forwards + 1), None",
+            "self._section, None",
+        ),
+    },
     order: {
+        "ranks begin different sections together": (
+            "            return alike and self.section == other.section\n",
+            "            return alike\n",
+        ),
+        "the last section is first": (
+            "default=calls[0])\n        if chosen.kind in (*_SERVED, CollectiveKind.BEGIN):",
+            "default=calls[0])\n        if chosen.kind is CollectiveKind.BEGIN:\n"
+            "            chosen = max((c for c in calls if c.kind is chosen.kind), key=lambda call: call.turn)\n"
+            "        if chosen.kind in (*_SERVED, CollectiveKind.BEGIN):",
+        ),
         "gradients of all numbers of drops are added up together": (
-            "(call.drops, call.kind is CollectiveKind.DROP)",
-            "(call.kind is CollectiveKind.DROP, call.drops)",
+            "return self.section.drops, _IN_STEP[self.kind], section",
+            "return _IN_STEP[self.kind], self.section.drops, section",
         ),
     },
     reducing: {

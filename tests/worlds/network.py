@@ -69,6 +69,8 @@ class Network:
         self._waiters: list[Thread] = []
         self._groups: Counter[int] = Counter()
         """By rank, the groups that it has made."""
+        self._meetings: Counter[int] = Counter()
+        """By rank, how often its program has met the others."""
         self._collectives: Counter[tuple[int, int]] = Counter()
         """By group and rank, its collectives."""
 
@@ -93,6 +95,13 @@ class Network:
 
     def get_group_rank(self, group: Group, rank: int) -> int:
         return group.ranks.index(rank)
+
+    def meet(self) -> None:
+        """A collective of the program, of which the package knows nothing."""
+        self._meetings[self.rank] += 1
+        self.threads.wake(self._waiters)
+        while min(self._meetings[rank] for rank in range(self.size)) < self._meetings[self.rank]:
+            self.threads.block(self._waiters)
 
     # --- messages ---
 

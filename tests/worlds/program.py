@@ -236,7 +236,7 @@ class Program:
 
     def gradients(self, layer: int) -> tuple[float, ...] | None:
         """What a layer's backward gives."""
-        if self.rng.random() < self.rules.departures / 20:
+        if self.rng is not self.own and self.rng.random() < self.rules.departures / 20:
             return None
         if self.rules.mode != "during backward":
             self.evaluate_now_and_then()
@@ -304,6 +304,34 @@ class Program:
         self.coming.clear()
         self.arrived.clear()
 
+    def a_pass_apart(self) -> None:
+        """Ranks use different layers. They meet after forward, as those of trainers do that add up metrics, and after
+        backward, if all ranks have one."""
+        self.scheduler.apart = True
+        meets, evaluates = self.rng.random() < 0.5, self.rng.random() < 0.3
+        shared, self.rng = self.rng, self.own
+        loss = None
+        with suppress(InterruptionError):
+            loss = self.model(self.some_layers if meets or self.rng.random() < 0.5 else self.forward)
+        self.world.network.meet()
+        if loss is not None and (meets or self.rng.random() < 0.8):
+            loss.sum().backward()
+        del loss
+        if meets:
+            self.world.network.meet()
+            if evaluates:
+                self.evaluate()
+                self.world.network.meet()
+        self.rng = shared
+
+    def some_layers(self, model: Model, x: torch.Tensor) -> torch.Tensor:
+        """A forward that uses some layers, one of which is trained."""
+        trained = self.rng.choice(self.rules.trained or [0])
+        for layer in self.order:
+            if layer == trained or self.rng.random() < 0.5:
+                x = model.layer(layer)(x, self)
+        return x
+
     def evaluate_now_and_then(self) -> None:
         """Another layer is used meanwhile, as an evaluation does."""
         if self.rng.random() < self.rules.departures / 4:
@@ -333,9 +361,10 @@ class Program:
         if rules.ranks > 1 and rules.mode != "during backward" and not rules.holds and rng.random() < 0.2:
             self.a_dropped_pass()
         passes = rules.accumulation + (not rules.announced and rng.random() < 0.1)
+        apart = rules.ranks > 1 and rules.mode != "during backward" and not rules.holds and rng.random() < 0.3
         try:
             for _ in range(passes):
-                self.a_pass()
+                self.a_pass_apart() if apart else self.a_pass()
         except InterruptionError:
             self.note("interrupted")
             self.drop()

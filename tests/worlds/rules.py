@@ -117,10 +117,10 @@ class Rules:
             keeps_pages=rng.random() < 0.5,
             small_pieces=rng.random() < 0.5,
             cut=mode != "asynchronous" and rng.random() < 0.3,
-            ranks=ranks,
             stage=(stage := rng.choice([1, 2, 3, 3])),
             inline=not queued and rng.random() < 0.15,
             ordered=ranks > 1 and stage > 1 and rng.random() < 0.3,
+            ranks=ranks if ranks == 1 else rng.choice([2, 2, 2, 4]),
             in_ram=unread if device and ranks == 1 and len(unread) < count and rng.random() < 0.5 else frozenset(),
         )
 
