@@ -5,7 +5,7 @@ Each system trains one short step and then one step of one long sequence, in a p
 returns every freed block at once. All compute in fp32 on one thread, and have weights, gradients and AdamW's moments
 in RAM before the long step. Seconds are those that cores work, which depend little on what else runs.
 
-    python benchmarks/sequence_tiles.py [--lengths 8192] [--cache DIR] --out FILE [--docs docs/long-sequences.md]
+    python benchmarks/sequence_tiles.py [--lengths 16384 32768] [--cache DIR] --out FILE [--docs docs/long-sequences.md]
     python benchmarks/sequence_tiles.py --part docs --out FILE --docs docs/long-sequences.md
 """
 
@@ -153,7 +153,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(
-    lengths: tuple[int, ...] = (8192,),
+    lengths: tuple[int, ...] = (16384, 32768),
     systems: tuple[str, ...] = (*SYSTEMS,),
     cache: Path | None = None,
     out: Path | None = None,

@@ -221,6 +221,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models[:] = [model for model in models if not self._is_in_pages(model)]
 
     def _drop_paged(self, _models: list[nn.Module], weights: list[Any], _directory: str) -> None:
+        self._agree("the end of hooks on saving, which must not read a model on one rank alone (under is_main_process)")
         weights[:] = [each for each in weights if not isinstance(each, _StateDict)]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:

@@ -60,12 +60,25 @@ def accelerate_on_ranks(out: Path) -> dict[str, Any]:
     from integrations.test_accelerate import Run
     from pagoda.integrations.accelerate import Accelerator as PagedAccelerator
 
+    def save(models: list[Any], weights: list[Any], directory: str) -> None:
+        """As in diffusers' scripts for LoRA, where rank 0 reads alone. Here, all ranks do, unless `alone`."""
+        if not alone:
+            weights[:] = [dict(each) for each in weights]
+        if accelerator.is_main_process:
+            torch.save(dict(weights.pop()), Path(directory, "own.pt"))
+
+    def load(models: list[Any], directory: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(directory, "own.pt")))
+
+    alone = False
     found: dict[str, Any] = {}
     for name in ("stock", "paged", "loaded"):
         AcceleratorState._reset_state()
         paging = Paging(memory=memory(out / "ssd", "2MiB"))
         accelerator = Accelerator(cpu=True) if name == "stock" else PagedAccelerator(cpu=True, paging=paging)
         run = Run(accelerator, clip=100.0, lr=0.3)
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
         if name == "loaded":
             run.skip(2)
             accelerator.load_state(str(out / "state"))
@@ -73,7 +86,17 @@ def accelerate_on_ranks(out: Path) -> dict[str, Any]:
             found[name] = run.steps(2)
         if name == "paged":
             accelerator.save_state(str(out / "state"))
+            (own,) = (out / "state").rglob("own.pt")
+            read, now = torch.load(own), run.model.state_dict()
+            found["read by all"] = [key for key in now if torch.equal(read[key], now[key])] == [*now]
         found[name] = found.get(name, []) + run.steps(3)
+        if name == "paged":
+            alone = True
+            try:
+                accelerator.save_state(str(out / "by one"))
+            except UsageError as error:
+                found["read by one"] = str(error)
+            alone = False
         if name == "loaded":
             try:  # as scripts do that know DDP alone
                 run.accelerator.save_state(str(out / "one")) if accelerator.is_main_process else run.steps(1)

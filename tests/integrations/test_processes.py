@@ -48,6 +48,11 @@ def test_accelerate_on_two_ranks_is_the_stock_one_on_two_ranks(ranks: RankServer
     assert found["paged"][1::3] == found["stock"][1::3]
     assert found["paged"] == pytest.approx(found["stock"], rel=1e-6)
     assert found["loaded"] == found["paged"][6:]
+    assert found["read by all"]
+    assert "rank 0 is at reading weight of unit" in found["read by one"]
+    assert (
+        "rank 1 is at the end of hooks on saving, which must not read a model on one rank alone" in found["read by one"]
+    )
     assert "rank 0 is at accelerator.save_state(), rank 1 is at" in found["saved by one"]
 
 
