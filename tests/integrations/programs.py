@@ -214,7 +214,10 @@ def beyond_memory(out: Path, way: str) -> dict[str, Any]:
     paging = Paging(memory=pagoda.Memory(host=HOST_BYTES, ssd=str(out)), activations="recompute")
     callbacks = [Kill(4)] if way == KILL else []
     (out / "first").mkdir(exist_ok=True)
-    first = Trainer(model(), arguments(out / "first", bf16=True, max_steps=1), train_dataset=samples(), paging=paging)
+    with pagoda.init():
+        small = model()
+    once = arguments(out / "first", **{**settings, "max_steps": 3})
+    first = Trainer(small, once, train_dataset=samples(), paging=paging)
     first.train()  # imports and compiles what takes memory once
     first.optimizer.close()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -104,7 +104,8 @@ def test_a_killed_run_goes_on_as_one_that_was_not(kind: str, ranks: RankServer, 
 def test_beyond_memory_it_takes_what_it_is_given_and_resumes_once_killed(ranks: RankServer, tmp_path: Path) -> None:
     whole, resumed = killed_and_resumed(ranks, "beyond_memory", tmp_path)
     assert whole["state"] > 8 * HOST_BYTES
-    assert whole["grown"] < HOST_BYTES + (32 << 20), "pages; gradients on their way, activations, pieces of files"
+    # Beside pages: gradients on their way, activations, a layer's first values, pieces of files, what malloc keeps.
+    assert whole["grown"] < HOST_BYTES + (48 << 20)
     assert resumed["losses"] == whole["losses"]
     files = [(tmp_path / name / "saved" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert files[0] == files[1]
