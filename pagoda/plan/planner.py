@@ -214,7 +214,8 @@ def make_plan(
     try:
         limit, layout, placement = _units_that_fit(root.with_on_host(on_host), states, budgets, options, ranks)
     except BudgetError as refusal:
-        on_host = frozenset() if on_host or refusal.tier != DEVICE else largest_lookups(root, ranks)
+        free = options.embedding_limit is None and refusal.tier == DEVICE
+        on_host = largest_lookups(root, ranks) if free else frozenset()
         if not on_host:
             raise
         try:

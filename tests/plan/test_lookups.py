@@ -58,6 +58,11 @@ def test_only_what_is_larger_than_all_else_and_can_be_looked_up_makes_room() -> 
         plan_of(replace(table(), children=(*table().children, head)), 1 << 20)
 
 
+def test_with_a_limit_no_smaller_embedding_makes_room() -> None:
+    with pytest.raises(BudgetError):
+        plan_of(table(), 1 << 20, limit=2 * ROWS * WIDTH)
+
+
 def test_a_limit_that_cannot_be_kept_is_refused() -> None:
     assert plan_of(table(), LARGE, limit=2 * ROWS * WIDTH - 1).units[0].on_host
     assert not plan_of(table(), LARGE, limit=2 * ROWS * WIDTH).units[0].on_host
