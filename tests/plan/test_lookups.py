@@ -65,7 +65,7 @@ def test_with_a_limit_no_smaller_embedding_makes_room() -> None:
 
 def test_ram_without_room_for_what_is_looked_up_there_names_the_limit() -> None:
     options = Options(4096, 1 << 16, embedding_limit=1 << 20)
-    with pytest.raises(BudgetError, match="raise memory.embedding_limit.$") as refused:
+    with pytest.raises(BudgetError, match=r"raise memory\.embedding_limit\.$") as refused:
         make_plan(table(), STATES["bf16"], Budgets(1 << 25, LARGE, LARGE), options)
     needed = refused.value.needed_bytes
     assert needed > 2 * ROWS * WIDTH
