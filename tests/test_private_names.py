@@ -47,7 +47,7 @@ NAMES = {
     "torch.utils._pytree.tree_leaves": "hidden parameters among arguments are not found",
     "torch.utils._pytree.tree_map": "hidden parameters among arguments are not found",
     "torch.utils._pytree.tree_iter": "tensors among the arguments of an operation that is recorded are not found",
-    "torch.utils._pytree.tree_map_only": "state dicts are not streamed to torch's files; a GPU cannot have its embedding on the CPU",
+    "torch.utils._pytree.tree_map_only": "state dicts are not streamed to files; no embedding is on the CPU for a GPU",
 }
 """Name -> what breaks without it. They are in modules that the package names in full, or imports from."""
 OF_OBJECTS = {
