@@ -33,6 +33,8 @@ NAMES = {
     "torch.optim._muon.DEFAULT_B": "Muon has not the coefficients of torch's",
     "torch.optim._muon.DEFAULT_C": "Muon has not the coefficients of torch's",
     "torch._assert_async": "labels out of range are not noticed on a GPU",
+    "torch.autograd.Variable._execution_engine": "ranks do not say where a backward ends",
+    "torch.autograd.Variable._execution_engine.queue_callback": "ranks do not say where a backward ends",
     "torch._dynamo.OptimizedModule": "what torch.compile returned is not recognised: checkpoints have its names",
     "torch._subclasses.fake_tensor.FakeTensorMode": "FLOPs are not counted; state dicts are not streamed to files",
     "torch.distributed.distributed_c10d._get_default_store": "silent ranks on other hosts are not named",
@@ -45,7 +47,7 @@ NAMES = {
     "torch.utils._pytree.tree_leaves": "hidden parameters among arguments are not found",
     "torch.utils._pytree.tree_map": "hidden parameters among arguments are not found",
     "torch.utils._pytree.tree_iter": "tensors among the arguments of an operation that is recorded are not found",
-    "torch.utils._pytree.tree_map_only": "state dicts are not streamed to torch's files",
+    "torch.utils._pytree.tree_map_only": "state dicts are not streamed to files; no embedding is on the CPU for a GPU",
 }
 """Name -> what breaks without it. They are in modules that the package names in full, or imports from."""
 OF_OBJECTS = {

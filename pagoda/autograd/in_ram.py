@@ -8,6 +8,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from pagoda.errors import UsageError
+
 
 def run_in_ram(call: Callable[..., Any], results_to: torch.device, /, *args: Any, **kwargs: Any) -> Any:
     """Call a module in RAM. Its arguments come from a device, and its results go there. Autograd brings their gradients
@@ -40,7 +42,11 @@ def look_up(
     sparse: bool = False,
 ) -> torch.Tensor:
     """As `functional.embedding`, without a norm, and with a dense gradient."""
-    assert max_norm is None, "such an embedding is not looked up on the CPU"
+    if max_norm is not None:
+        raise UsageError(
+            "An embedding that the CPU looks up wrote to its weights in forward (max_norm): leave max_norm out, or "
+            "raise memory.embedding_limit."
+        )
     padding = -1 if padding_idx is None else padding_idx % len(weight)
     rows: torch.Tensor = _Lookup.apply(weight, input, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
     return rows
@@ -60,5 +66,5 @@ class _Lookup(torch.autograd.Function):
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         sums = torch.ops.aten.embedding_dense_backward(wide, places, len(used), -1, ctx.by_frequency)
         sums = sums.masked_fill((used == ctx.padding)[:, None], 0).to(gradient.dtype)
-        whole = torch.zeros(ctx.rows, sums.shape[-1], dtype=sums.dtype)
-        return whole.index_copy(0, used, sums), None, None, None
+        whole = sums.new_zeros(ctx.rows, sums.shape[-1])
+        return whole.index_copy(0, used.long(), sums), None, None, None

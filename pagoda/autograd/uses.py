@@ -116,7 +116,7 @@ class Uses:
             raise UsageError(f"Parameter {state.name!r} cannot be written to, because {why}.")
         state.engine.settle()
         with torch.inference_mode(False), torch.no_grad():
-            stored = state.read(WEIGHT).to(state.engine.device.torch_device)
+            stored = state.read(WEIGHT).to(unit.placeholders[slot].device)
             own: torch.Tensor = unit.as_param(slot, unit.shown(slot, stored)).data
             return own.requires_grad_(root.requires_grad)
 

@@ -80,8 +80,9 @@ class Memory(Settings):
     """Most bytes of weights in a unit, which is fetched as a whole. By default the planner chooses."""
     embedding_limit: Size = None
     """Embeddings whose weights take more bytes than this are looked up on the CPU: rows go to the GPU, and their
-    gradients come back, but never the weights. No other module may use these weights, and there must be one rank. By
-    default this is done for embeddings that are larger than any other parameter, if the GPU cannot hold them."""
+    gradients come back, but never the weights. No other module may use these weights, and there must be one rank.
+    Without a limit, this is done for embeddings that are larger than any other parameter, if the GPU cannot hold
+    them. Only `nn.Embedding` counts, not `nn.EmbeddingBag`."""
     split: Annotated[Split | None, tyro.conf.Suppress] = None
     """What the GPU updates and is home to. By default the planner chooses."""
     activations: Size = None

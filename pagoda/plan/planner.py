@@ -214,7 +214,8 @@ def make_plan(
     try:
         limit, layout, placement = _units_that_fit(root.with_on_host(on_host), states, budgets, options, ranks)
     except BudgetError as refusal:
-        on_host = frozenset() if on_host or refusal.tier != DEVICE else largest_lookups(root, ranks)
+        free = options.embedding_limit is None and refusal.tier == DEVICE
+        on_host = largest_lookups(root, ranks) if free else frozenset()
         if not on_host:
             raise
         try:
@@ -287,7 +288,7 @@ def _least(refusals: list[BudgetError]) -> BudgetError:
 
 def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: int, budgets: Budgets) -> BudgetError:
     """The refusal, with advice if a single parameter is too large."""
-    largest = max(units, key=lambda unit: unit.numel)
+    largest = max((unit for unit in units if not unit.on_host), key=lambda unit: unit.numel)
     nbytes = largest.numel * itemsize
     has = {DEVICE: budgets.device, HOST: budgets.host}.get(refusal.tier or "")
     if len(largest.slots) > 2 or has is None or 2 * nbytes < has:

@@ -50,7 +50,7 @@ def reasons_for_homes(layout: Layout, placement: Placement, budgets: Budgets, op
         size = format_bytes(sum(unit.numel for unit in looked_up) * layout.weight.dtype.itemsize)
         yield (
             f"The CPU looks up {names}, because "
-            + ("the device cannot hold it" if options.embedding_limit is None else "memory.embedding_limit says so")
+            + ("the device has no room" if options.embedding_limit is None else "memory.embedding_limit says so")
             + f": {size} of weights stay in RAM, rows go to the device, and their gradients come back."
         )
     if placement.resident:

@@ -159,7 +159,8 @@ class Transport:
         return RankError(
             f"{f'Rank {self._names(missing)}' if missing else 'A rank'} is gone, or has not answered rank {me} for "
             f"{rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more). If it waits in a collective of its "
-            f"program, let all ranks run as many forwards and backwards before that.{store} {error}"
+            f"program, let all ranks call the model (in stage 3, also to evaluate) and backward equally often "
+            f"before it.{store} {error}"
         )
 
     def _ask_who_is_silent(self) -> list[list[int]]:

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from pagoda.autograd.in_ram import look_up
+from pagoda.errors import UsageError
 
 ROWS, WIDTH = 40, 8
 
@@ -27,6 +28,14 @@ def gradients(look: object, dtype: torch.dtype, **settings: object) -> list[torc
 def test_in_fp32_the_bits_are_those_of_torchs_kernel(settings: dict[str, object]) -> None:
     ours, theirs = (gradients(look, torch.float32, **settings) for look in (look_up, functional.embedding))
     assert all(map(torch.equal, ours, theirs))
+
+
+def test_ids_may_have_32_bits_and_a_norm_is_refused() -> None:
+    weight = torch.zeros(ROWS, WIDTH, requires_grad=True)
+    look_up(torch.tensor([3, 3, 5], dtype=torch.int32), weight).sum().backward()
+    assert weight.grad[:, 0].nonzero().flatten().tolist() == [3, 5]
+    with pytest.raises(UsageError, match="max_norm"):
+        look_up(torch.tensor([3]), weight, max_norm=1.0)
 
 
 def test_in_bf16_the_gradients_of_a_frequent_token_add_up() -> None:

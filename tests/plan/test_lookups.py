@@ -58,6 +58,20 @@ def test_only_what_is_larger_than_all_else_and_can_be_looked_up_makes_room() -> 
         plan_of(replace(table(), children=(*table().children, head)), 1 << 20)
 
 
+def test_with_a_limit_no_smaller_embedding_makes_room() -> None:
+    with pytest.raises(BudgetError):
+        plan_of(table(), 1 << 20, limit=2 * ROWS * WIDTH)
+
+
+def test_ram_without_room_for_what_is_looked_up_there_names_the_limit() -> None:
+    options = Options(4096, 1 << 16, embedding_limit=1 << 20)
+    with pytest.raises(BudgetError, match=r"raise memory\.embedding_limit\.$") as refused:
+        make_plan(table(), STATES["bf16"], Budgets(1 << 25, LARGE, LARGE), options)
+    needed = refused.value.needed_bytes
+    assert needed > 2 * ROWS * WIDTH
+    assert make_plan(table(), STATES["bf16"], Budgets(needed, LARGE, LARGE), options).units[0].on_host
+
+
 def test_a_limit_that_cannot_be_kept_is_refused() -> None:
     assert plan_of(table(), LARGE, limit=2 * ROWS * WIDTH - 1).units[0].on_host
     assert not plan_of(table(), LARGE, limit=2 * ROWS * WIDTH).units[0].on_host

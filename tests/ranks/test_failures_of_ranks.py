@@ -36,7 +36,7 @@ def test_a_rank_that_is_silent_is_named_once_the_others_give_up(ranks: RankServe
 def test_a_rank_that_comes_too_early_to_a_collective_of_the_program_is_named(ranks: RankServer, tmp_path: Path) -> None:
     errors = errors_of(ranks, "meet_before_a_forward", 2, tmp_path, environment={"PAGODA_RANK_TIMEOUT": "2"})
     assert "RankError: Rank 1 (process" in errors[0], errors
-    assert "let all ranks run as many forwards and backwards before that" in errors[0]
+    assert "let all ranks call the model (in stage 3, also to evaluate) and backward equally often" in errors[0]
 
 
 @pytest.mark.parametrize("lane", [pytest.param("ssd_read", marks=pytest.mark.slow), "ssd_write"])

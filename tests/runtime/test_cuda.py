@@ -133,6 +133,20 @@ def test_an_embedding_that_the_cpu_looks_up_trains_as_one_on_the_device(tmp_path
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_an_embedding_that_the_cpu_looks_up_is_read_and_written_in_ram(tmp_path: Path) -> None:
+    """The device may have no room for it."""
+    recipe = Recipe("qwen3", precision="fp32")
+    model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(LOOKED_UP, tmp_path, recipe))
+    weight = model.get_input_embeddings().weight
+    twos = torch.full(weight.shape, 2.0)
+    with pagoda.gathered(weight, modify=True), torch.no_grad():
+        weight.copy_(weight.sign() * twos)
+    with torch.no_grad():
+        weight.mul_(twos)
+        assert weight.abs().min() == 4
+    optimizer.close()
+
+
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
 @pytest.mark.parametrize("others", OTHERS)
