@@ -6,7 +6,7 @@ ALST calls this TiledMLP (arXiv 2506.13996). Here, a layer that is recomputed ru
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -131,7 +131,8 @@ def _tile(module: nn.Module, tiles: TileCount) -> None:
         sizes = [(tile + 1) * length // count - tile * length // count for tile in range(count)]
         pieces = [piece.contiguous() for piece in torch.unsafe_split_with_sizes(hidden, sizes, axis)]
         if torch.is_grad_enabled():
-            return torch.cat(_recomputed(forward, hidden, pieces, sizes, axis), axis)
+            frozen = [param for param in module.parameters(recurse=False) if not param.requires_grad]
+            return torch.cat(_recomputed(forward, hidden, pieces, sizes, axis, frozen), axis)
         return torch.cat([forward(piece) for piece in pieces], axis)
 
     module.__dict__["forward"] = in_tiles
@@ -143,13 +144,17 @@ def _recomputed(
     pieces: list[torch.Tensor],
     sizes: list[int],
     axis: int,
+    frozen: Sequence[nn.Parameter],
 ) -> list[torch.Tensor]:
     """Run `forward` on pieces of `hidden`. Their graphs keep only `hidden`, and backward runs the pieces again.
+
+    They refer to `frozen` parameters of the module itself too, such as those of a norm: backward may run the pieces
+    when all gradients of their unit have been made, and the unit must not be updated before.
 
     `hidden` is saved before any piece runs. So if the layer around the pieces is recomputed too, torch stops that
     recomputation at this save: backward needs nothing that the layer saves later.
     """
-    kept = _KeptWhole(hidden, sizes, axis)
+    kept = _KeptWhole(hidden, sizes, axis, frozen)
     first: list[torch.Tensor | None] = [*pieces]
 
     def run(index: int) -> torch.Tensor:
@@ -162,9 +167,12 @@ def _recomputed(
 class _KeptWhole:
     """A tensor that is saved for backward as a whole, and returned in pieces."""
 
-    def __init__(self, tensor: torch.Tensor, sizes: list[int], axis: int) -> None:
+    def __init__(self, tensor: torch.Tensor, sizes: list[int], axis: int, also: Sequence[torch.Tensor]) -> None:
+        """`also`: tensors that are saved as long as it is."""
         with torch.enable_grad():
-            node = _Save.apply(torch.empty(0, requires_grad=True), tensor).grad_fn  # type: ignore[no-untyped-call]
+            start = torch.empty(0, requires_grad=True)
+            self._also: Any = _Save.apply(start, *also).grad_fn  # type: ignore[no-untyped-call]
+            node = _Save.apply(start, tensor).grad_fn  # type: ignore[no-untyped-call]
         self._node: Any = node
         self._sizes, self._axis = sizes, axis
         self._needs_grad = tensor.requires_grad
@@ -180,13 +188,13 @@ class _KeptWhole:
 
 
 class _Save(torch.autograd.Function):
-    """Saves its second argument for backward, even if that needs no gradient: the first one does."""
+    """Saves all but its first argument for backward, even if they need no gradient: the first one does."""
 
     @staticmethod
-    def forward(ctx: Any, needs_grad: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
+    def forward(ctx: Any, needs_grad: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
         return needs_grad.view_as(needs_grad)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
