@@ -45,9 +45,15 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "prepare/test_sequence_tiles.py",
         ),
         "an MLP runs before its input is saved": (
-            "    kept = _KeptWhole(hidden, sizes, axis)\n",
-            "    torch.cat([forward(piece) for piece in pieces], axis)\n    kept = _KeptWhole(hidden, sizes, axis)\n",
+            "    kept = _KeptWhole(hidden, sizes, axis, frozen)\n",
+            "    torch.cat([forward(piece) for piece in pieces], axis)\n"
+            "    kept = _KeptWhole(hidden, sizes, axis, frozen)\n",
             "prepare/test_sequence_tiles.py",
+        ),
+        "pieces do not refer to a frozen norm": (
+            "_Save.apply(start, *also).grad_fn",
+            "_Save.apply(start).grad_fn",
+            "test_matrix.py",
         ),
     },
     "prepare/documents.py": {
