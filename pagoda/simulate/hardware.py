@@ -206,7 +206,8 @@ class Hardware:
     """Number of networks (rails) to which a node's adapters connect, one or several adapters to each. GPU i uses rail
     i, counted around. 1 if one network joins all adapters."""
     oversubscription: float = 1.0
-    """Rate of a node's adapters, divided by the rate at which its bytes pass from rail to rail, over the spine."""
+    """Rate of a node's adapters, divided by the rate at which its bytes pass from rail to rail, over the spine. 1 if
+    there is one rail."""
 
     def __post_init__(self) -> None:
         if (self.device is None) != (self.link is None):
@@ -219,6 +220,8 @@ class Hardware:
             raise ConfigError(f"hardware {self.name!r}: rails must be from 1 to its {self.gpus_per_node} GPUs")
         if not 1 <= self.oversubscription < math.inf:
             raise ConfigError(f"hardware {self.name!r}: oversubscription must be at least 1 and finite")
+        if self.rails == 1 and self.oversubscription > 1:
+            raise ConfigError(f"hardware {self.name!r}: oversubscription is of the spine between rails: give rails")
         if self.gpus_per_node > 1 and self.intra_node_bytes_per_s is None:
             raise ConfigError(
                 f"hardware {self.name!r}: {self.gpus_per_node} GPUs or processes need intra_node_bytes_per_s, which "
@@ -251,7 +254,9 @@ class Hardware:
         if link is not None:
             links = self.gpus_per_node // link.gpus
             link = replace(link, gpus=-(-count // links))
-        return replace(self, gpus_per_node=count, link=link, rails=rails, inter_node_bytes_per_s=network)
+        spine = self.oversubscription if rails > 1 else 1.0
+        used = replace(self, gpus_per_node=count, link=link, rails=rails, oversubscription=spine)
+        return replace(used, inter_node_bytes_per_s=network)
 
     def nodes_joined(self, nodes: int) -> int:
         """How many of `nodes` nodes are in one domain, if all domains have equally many. 1 for a prime number of nodes

@@ -120,6 +120,9 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         replace(h100, rails=9)
     with pytest.raises(ConfigError, match="oversubscription"):
         replace(h100, oversubscription=0.5)
+    with pytest.raises(ConfigError, match="give rails"):
+        replace(h100, rails=1, oversubscription=2.0)
+    assert replace(h100, oversubscription=2.0).with_gpus(1).oversubscription == 1
     with pytest.raises(ConfigError, match="at least one core"):
         replace(h100.cpu, cores=0)
 
