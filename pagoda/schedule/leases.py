@@ -18,7 +18,8 @@ room while it is being filled. The executor makes such an operation wait for wha
 ends no lease, because a lease is a copy of the weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -62,18 +63,20 @@ class Agenda:
             self._heap = [*self._entries.values()]
             heapify(self._heap)
 
-    def in_order(self) -> Iterator[tuple[float, int]]:
+    def in_order(self) -> Generator[tuple[float, int]]:
         """Every time and its unit, the least first. Meanwhile units may be removed or get other times. A unit that got
-        one when it was yielded comes again at that time."""
-        heap = [*self._heap]
-        while heap:
-            time, _, unit = entry = heappop(heap)
-            if self._entries.get(unit) is not entry:
-                continue
-            yield time, unit
-            after = self._entries.get(unit)
-            if after is not None and after is not entry:
-                heappush(heap, after)
+        one when it was yielded comes again at that time. Close it before anything else is asked."""
+        taken: dict[tuple[float, int, int], None] = {}
+        try:
+            while self.first() is not None:
+                time, _, unit = entry = heappop(self._heap)
+                if entry not in taken:  # else `put` has rebuilt the heap
+                    taken[entry] = None
+                    yield time, unit
+        finally:
+            for entry in taken:
+                if self._entries.get(entry[-1]) is entry:
+                    heappush(self._heap, entry)
 
     def first(self) -> tuple[float, int] | None:
         """The least time and its unit; None if there are no units."""
@@ -372,13 +375,14 @@ class Leases:
         if count >= fewest and needed_at >= earliest:
             return None
         window = self.frames.window(slab, count)
-        for time, unit in self._idle[slab].in_order():
-            if not self._is_idle(slab, unit, time):
-                continue
-            if -time <= needed_at:
-                break
-            if (victims := window.offer(self._leases[unit].run)) is not None:
-                return victims
+        with closing(self._idle[slab].in_order()) as idle:
+            for time, unit in idle:
+                if not self._is_idle(slab, unit, time):
+                    continue
+                if -time <= needed_at:
+                    break
+                if (victims := window.offer(self._leases[unit].run)) is not None:
+                    return victims
         self._no_room[slab] = count, needed_at
         return None
 
