@@ -22,17 +22,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from pagoda.checkpoint.directory import committed
 from pagoda.errors import ConfigError, StorageError
-from pagoda.memory.files import sync_descriptor, write_durably
+from pagoda.memory.files import read_regular, sync_descriptor, write_durably
+from pagoda.memory.forms import whole, with_hash
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.records import Document
 from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 4
+_FORMAT = 5
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
-_HASH = "hash"
-"""Key in about.json: the hash of everything else in it."""
 _READ_BYTES = 1 << 20
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
 """Documents are tokenised in batches of at most this size. Larger batches take more RAM; smaller ones leave cores
@@ -119,16 +118,14 @@ def open_tokens(
 def _opened(place: Path) -> Tokens:
     """Map the files of a cache entry. Raises ConfigError if they are damaged."""
     try:
-        facts = json.loads((place / _ABOUT).read_text())
-        whole = facts.pop(_HASH) == _hash(facts)
+        facts = whole(read_regular(place / _ABOUT))
         known = About(**{**facts, "seen": Seen(**facts["seen"])})
         ids = np.memmap(place / _TOKENS, dtype=f"int{8 * known.itemsize}", mode="r", shape=(known.tokens,))
         ends = np.memmap(place / _ENDS, dtype=np.int64, mode="r", shape=(known.documents,))
-        whole &= known.fingerprint == "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if known.fingerprint != "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends)):
+            raise ValueError("not those that were written")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the tokens in {place} are damaged ({error}): delete that directory") from error
-    if not whole:
-        raise ConfigError(f"the tokens in {place} are damaged (not those that were written): delete that directory")
     return Tokens(known, ids, ends)
 
 
@@ -144,11 +141,8 @@ def _key(source: Source, tokenizer: Tokenizer) -> str:
         except OSError as error:  # it is refused or left out once it is read as text
             digest.update(str(error).encode())
         files.append((os.path.realpath(path), digest.hexdigest()))
-    return _hash([_FORMAT, files, source.records, source.column, source.skip_bad, tokenizer.key, np.little_endian])
-
-
-def _hash(content: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    facts = [_FORMAT, files, source.records, source.column, source.skip_bad, tokenizer.key, np.little_endian]
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
 
 class _Writer:
@@ -197,8 +191,8 @@ class _Writer:
         self._tokenizer.ignored.clear()
         about.files -= len(about.seen.skipped) - len(self._source.skipped)
         about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
-        facts = json.loads(json.dumps({**vars(about), "seen": vars(about.seen)}))
-        write_durably(self._folder / _ABOUT, json.dumps({**facts, _HASH: _hash(facts)}, indent=1).encode())
+        facts = with_hash({**vars(about), "seen": vars(about.seen)})
+        write_durably(self._folder / _ABOUT, json.dumps(facts, indent=1).encode())
 
     def _write_batch(self, batch: list[Document], tokens: BinaryIO, ends: BinaryIO) -> None:
         about = self._about
