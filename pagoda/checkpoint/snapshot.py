@@ -96,7 +96,7 @@ class Snapshot:
             most = self._engine.plan.options.max_staleness
             content[LATE] = {"max_staleness": most, "turn": contents.turn, "parameters": contents.lags}
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
-        copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+        copies = {name: buffer.cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
         specs = self._specs(states, contents, kept, buffer_specs)
@@ -213,7 +213,7 @@ class Snapshot:
                     states = self._engine.plan.saved_states if lags else self._states
                     self._load_unit(unit, states, checkpoint, adoptable)
                 for name, buffer in buffers.items():
-                    buffer.detach().copy_(checkpoint.tensors[BUFFERS][name].whole())
+                    buffer.copy_(checkpoint.tensors[BUFFERS][name].whole())
                 for unit in self._engine.units:
                     for param in unit.params:
                         param.grad = None
