@@ -8,7 +8,7 @@ appears complete or not at all. Data and tokens are read whole each time they ar
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +30,7 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 5
+_FORMAT = 6
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _READ_BYTES = 1 << 20
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
@@ -61,8 +61,6 @@ class About:
     """The largest id plus one."""
     seen: Seen
     """What was read, and what was left out and why."""
-    remarks: Sequence[str] = ()
-    """What a user should know about the conversations."""
     fingerprint: str = ""
     """Hash of tokens and ends. A resumed run uses it to check that it reads the same data."""
 
@@ -186,9 +184,6 @@ class _Writer:
                 f"data {self._source.name!r} holds no text{f' ({why})' if why else ''}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
             )
-        about.remarks = self._tokenizer.remarks()
-        about.seen.ignored.update(self._tokenizer.ignored)
-        self._tokenizer.ignored.clear()
         about.files -= len(about.seen.skipped) - len(self._source.skipped)
         about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
         facts = with_hash({**vars(about), "seen": vars(about.seen)})
@@ -225,7 +220,7 @@ class _Writer:
         one_by_one = self._source.skip_bad and any(document.messages for document in batch)
         for some in ([document] for document in batch) if one_by_one else [batch]:
             try:
-                encoded = self._tokenizer.encode(some, first=not self._about.tokens)
+                encoded = self._tokenizer.encode(some, self._about.seen, first=not self._about.tokens)
             except ConfigError as error:
                 if not one_by_one:
                     raise
