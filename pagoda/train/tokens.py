@@ -30,7 +30,7 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 6
+_FORMAT = 8
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _READ_BYTES = 1 << 20
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
