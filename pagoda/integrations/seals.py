@@ -5,6 +5,7 @@ the process may be killed after some of them. So the last file written to a dire
 hash of each file. A directory without a valid seal is not complete, and nothing resumes from it.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ SEAL = "pagoda-seal.json"
 _FORMAT = "pagoda-seal"
 _MOST_HASHED_BYTES = 256 << 20
 """Of a larger file, such as exported weights, the seal has the size alone, because nothing resumes from it."""
-_PIECE_BYTES = 1 << 20
 
 
 class _UnsealedError(CheckpointError):
@@ -89,10 +89,7 @@ def _fingerprint(path: Path) -> list[Any]:
         size = os.fstat(file.fileno()).st_size
         if size > _MOST_HASHED_BYTES:
             return [size, None]
-        content = xxhash.xxh3_64()
-        while piece := file.read(_PIECE_BYTES):
-            content.update(piece)
-        return [size, content.hexdigest()]
+        return [size, hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()]
 
 
 def _write(directory: Path, files: dict[str, list[Any]] | None) -> None:

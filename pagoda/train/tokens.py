@@ -6,6 +6,7 @@ name is a hash of everything that decides the tokens: the content of the files, 
 appears complete or not at all. Data and tokens are read whole each time they are opened, to compare the hashes.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -32,7 +33,6 @@ from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
 _FORMAT = 8
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
-_READ_BYTES = 1 << 20
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
 """Documents are tokenised in batches of at most this size. Larger batches take more RAM; smaller ones leave cores
 idle."""
@@ -131,14 +131,12 @@ def _key(source: Source, tokenizer: Tokenizer) -> str:
     """Identifies the tokens of a data set."""
     files = []
     for path in source.files:
-        digest = xxhash.xxh3_128()
         try:
             with path.open("rb") as file:
-                while content := file.read(_READ_BYTES):
-                    digest.update(content)
+                content = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
         except OSError as error:  # it is refused or left out once it is read as text
-            digest.update(str(error).encode())
-        files.append((os.path.realpath(path), digest.hexdigest()))
+            content = str(error)
+        files.append((os.path.realpath(path), content))
     facts = [_FORMAT, files, source.records, source.column, source.skip_bad, tokenizer.key, np.little_endian]
     return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
