@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
@@ -17,9 +17,6 @@ from pagoda.plan.exchanges import Exchange
 from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 from pagoda.prepare.documents import window_of
 from pagoda.prepare.sequence_parallel import exchanged_width, reason_against
-
-if TYPE_CHECKING:
-    pass
 
 _DESCRIBED = 2
 """Number of layers that are built to describe a built-in shape."""
