@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
 from pagoda.checkpoint.pretrained import listed
+from pagoda.checkpoint.state import named_tensors
 from pagoda.errors import CheckpointError, PagodaError
 from pagoda.models.lora import MERGED, adapted_as, adapter_name
 
@@ -31,7 +32,7 @@ def saved_by_peft(model: Any, embeddings: bool | str = False) -> set[str]:
     computes from parameters are not among them. `embeddings` is peft's `save_embedding_layers`."""
     from peft import get_peft_model_state_dict
 
-    blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in _tensors(model, every_name=True)}
+    blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in named_tensors(model, every_name=True)}
     names = {id(tensor): name for name, tensor in blank.items()}
     saved = set()
     for adapter, config in model.peft_config.items():
@@ -69,7 +70,7 @@ class AdaptedModel:
                 f"peft cannot build this checkpoint's adapter on the meta device: {error}. Call save_pretrained of the "
                 "wrapped model."
             ) from error
-        self._stored = {id(tensor): name for name, tensor in reversed([*_tensors(self._model)])}
+        self._stored = {id(tensor): name for name, tensor in reversed([*named_tensors(self._model)])}
         """Id of a tensor of this model -> its name in the checkpoint, which is its first one."""
         self._layers = dict(self._adapted_layers())
         """Name in the model without adapter -> the layer or wrapper that peft has put there."""
@@ -102,10 +103,10 @@ class AdaptedModel:
 
         Raises CheckpointError if it would leave out one of the `trained` parameters.
         """
-        state = dict(_tensors(self._model, every_name=True))
+        state = dict(named_tensors(self._model, every_name=True))
         own = {id(tensor) for tensor in self._base.values()}
         names = {self._stored[id(state[key])] for key in saved_by_peft(self._model)}
-        names |= {name for name, tensor in _tensors(self._model) if id(tensor) not in own}
+        names |= {name for name, tensor in named_tensors(self._model) if id(tensor) not in own}
         if left_out := sorted(set(trained) - names):
             raise CheckpointError(
                 f"{listed(left_out)} was trained, but peft does not save it with the adapter: export with --merge "
@@ -120,7 +121,7 @@ class AdaptedModel:
             if not name.startswith(f"{prefix}."):
                 continue
             if hasattr(layer, "original_module") and not any(map(_is_tuned, layer.modules())):
-                trained = dict(_tensors(_unloaded(layer, merge=False)))
+                trained = dict(named_tensors(_unloaded(layer, merge=False)))
                 return self._stored[id(trained[name.removeprefix(f"{prefix}.")])]
             tensor = self._base[name]
             return LazyTensor(tensor.dtype, tensor.shape, partial(self._read_merged, prefix, name))
@@ -139,7 +140,7 @@ class AdaptedModel:
         with _peft_errors():
             if hasattr(self._model.base_model, "_check_merge_allowed"):
                 self._model.base_model._check_merge_allowed()
-        return {self._stored[id(tensor)] for layer in self._layers.values() for _, tensor in _tensors(layer)}
+        return {self._stored[id(tensor)] for layer in self._layers.values() for _, tensor in named_tensors(layer)}
 
     def _adapted_layers(self) -> Iterable[tuple[str, nn.Module]]:
         outer: tuple[str, ...] = ()
@@ -154,13 +155,11 @@ class AdaptedModel:
             self._merged = "", {}
             with _peft_errors(), torch.no_grad():
                 layer = deepcopy(self._layers[prefix])
-                names = {
-                    id(copied): self._stored[id(tensor)]
-                    for (_, copied), (_, tensor) in zip(_tensors(layer), _tensors(self._layers[prefix]), strict=True)
-                }
+                pairs = zip(named_tensors(layer), named_tensors(self._layers[prefix]), strict=True)
+                names = {id(copied): self._stored[id(tensor)] for (_, copied), (_, tensor) in pairs}
                 _fill(layer, {held: self._read_in_fp32(held) for held in dict.fromkeys(names.values())}, names)
                 with _RefusingMeta():  # type: ignore[no-untyped-call]
-                    self._merged = prefix, dict(_tensors(_unloaded(layer, merge=True)))
+                    self._merged = prefix, dict(named_tensors(_unloaded(layer, merge=True)))
         return self._merged[1][name.removeprefix(f"{prefix}.")].detach().reshape(-1)[start : start + count]
 
     def _read_in_fp32(self, name: str) -> torch.Tensor:
@@ -180,15 +179,6 @@ def _is_tuned(module: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return isinstance(module, BaseTunerLayer)
-
-
-def _tensors(module: nn.Module, every_name: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers of a module, each under its first name or `every_name`."""
-    yield from module.named_parameters(remove_duplicate=not every_name)
-    for prefix, child in module.named_modules(remove_duplicate=not every_name):
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _fill(module: nn.Module, values: Mapping[str, torch.Tensor], names: Mapping[int, str]) -> None:

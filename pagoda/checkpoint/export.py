@@ -12,7 +12,7 @@ from torch import nn
 
 from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import check_absent, committed
-from pagoda.checkpoint.lazy import LazyTensor, Read
+from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.live import ModelTensors, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, TIES, skeleton, untied
 from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, listed
@@ -90,7 +90,7 @@ def export(
         as_dtype = weights.dtype if dtype is None else _DTYPES[dtype]
         adapted = None
         if record is not None and ADAPTER in record:
-            adapted = AdaptedModel(record, lambda name: _whole(weights, name, as_dtype))
+            adapted = AdaptedModel(record, lambda name: _stored(weights, name, as_dtype).whole())
             if not merge:
                 values, files = adapted.values(weights.trained), []
                 if weights.is_first:
@@ -124,7 +124,7 @@ def exported_by_reference(checkpoint: SavedCheckpoint) -> tuple[dict[str, LazyTe
     if record is None:
         raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build one")
     _check_not_quantized(weights)
-    adapted = AdaptedModel(record, lambda name: _whole(weights, name, dtype)) if ADAPTER in record else None
+    adapted = AdaptedModel(record, lambda name: _stored(weights, name, dtype).whole()) if ADAPTER in record else None
     tensors, described = _tensors(weights, record, dtype, adapted)
     assert described is not None, "as `record`"
     return tensors, {**described, "config": _config(described, dtype)}
@@ -198,8 +198,7 @@ def _tensors(
     """
     held, buffers = weights.tensors[WEIGHT], weights.tensors[BUFFERS]
     if record is None:
-        plain = {name: LazyTensor(dtype, one.shape, _weights(weights, name, dtype)) for name, one in held.items()}
-        return plain | dict(buffers), None
+        return {name: _stored(weights, name, dtype) for name in held} | dict(buffers), None
     from transformers.core_model_loading import revert_weight_conversion
 
     for variant in (dict, untied):
@@ -265,43 +264,28 @@ def _of_model(
             )
         if kept not in ignored:
             is_weight = isinstance(expected[kept], nn.Parameter) and expected[kept].is_floating_point()
-            found[kept] = _cast(first, dtype) if is_weight and adapted is not None else first
+            found[kept] = first.cast(dtype) if is_weight and adapted is not None else first
     return {name: found[name] for name in expected if name in found}, [], used
 
 
 def _stored(weights: ModelTensors, name: str, dtype: torch.dtype) -> LazyTensor:
-    """A parameter's weights in `dtype`, or a buffer."""
-    if name not in weights.tensors[WEIGHT]:
-        return weights.tensors[BUFFERS][name]
-    return LazyTensor(dtype, weights.tensors[WEIGHT][name].shape, _weights(weights, name, dtype))
-
-
-def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(dtype, tensor.shape, lambda start, count: tensor.read(start, count).to(dtype))
-
-
-def _weights(weights: ModelTensors, name: str, dtype: torch.dtype) -> Read:
-    """A function that reads a parameter's weights. For fp32 from bf16, it joins the two halves of the master. Where a
-    checkpoint has predicted weights, it rounds the master."""
+    """A parameter's weights in `dtype`, or a buffer. For fp32 from bf16, the two halves of the master are joined. Where
+    a checkpoint has predicted weights, the master is rounded."""
     weight, low, whole = (weights.tensors.get(state, {}).get(name) for state in OF_WEIGHTS)
-    assert weight is not None
+    if weight is None:
+        return weights.tensors[BUFFERS][name]
     if whole is not None:
         convert = weights_of if dtype is weight.dtype else torch.Tensor.to
-        return lambda start, count: convert(whole.read(start, count), dtype)
+        return LazyTensor(dtype, weight.shape, lambda start, count: convert(whole.read(start, count), dtype))
     if dtype is not torch.float32 or low is None:
-        return lambda start, count: weight.read(start, count).to(dtype)
+        return weight.cast(dtype)
 
     def master(start: int, count: int) -> torch.Tensor:
         joined = torch.empty(count)
         join(weight.read(start, count), low.read(start, count), joined)
         return joined
 
-    return master
-
-
-def _whole(weights: ModelTensors, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter's weights, or a buffer, in its shape."""
-    return _stored(weights, name, dtype).whole()
+    return LazyTensor(dtype, weight.shape, master)
 
 
 def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[str]]:

@@ -54,12 +54,6 @@ class LazyTensor:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
     def spec(self, name: str) -> TensorSpec:
         """Its name, dtype and shape in a file."""
         return TensorSpec(name, self.dtype, tuple(self.shape))

@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.lazy import LazyTensor, cat
+from pagoda.checkpoint.lazy import LazyTensor, cat, constant
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.reader import BUFFERS
 from pagoda.checkpoint.state import (
@@ -58,7 +57,7 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[ModelTen
     states = states_of(model)
     engine = next(iter(states.values())).engine
     engine.settle()
-    buffers = {name: LazyTensor(value.dtype, value.shape, partial(_copied, value)) for name, value in unpaged(model)}
+    buffers = {name: constant(value) for name, value in unpaged(model)}
     ranks = 1 if engine.rank_group is None else engine.rank_group.mesh.size
     whole = _whole_tensors(engine, range(ranks if all_ranks else 1))
     now = _names_in(model, engine, states)
@@ -151,7 +150,3 @@ def _of_part(parameter: ParameterState, mine: LazyTensor, part: int, receivers: 
         return rank_group.of_part(what, mine.read(start, count), part, receivers)
 
     return LazyTensor(mine.dtype, mine.shape, read)
-
-
-def _copied(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    return values.detach().reshape(-1)[start : start + count].cpu().clone()

@@ -36,6 +36,9 @@ _FORM = {
     "parameters": [str],
     "hashes": {str: {str: [(int, re.compile("[0-9a-f]{16}"))]}},
     "steps": {str: int},
+    TILES: {str: _CUT},
+    SHARDS: {str: {**_CUT, "dim": int}},
+    "loss_scale": dict,
     "param_groups": [dict],
     "rng": dict,
     "rank_rng": [dict],
@@ -43,11 +46,8 @@ _FORM = {
 }
 """The fields of every manifest. Code that has the model checks whether they match it."""
 _OPTIONAL_FORM = {
-    TILES: {str: _CUT},
-    SHARDS: {str: {**_CUT, "dim": int}},
     PAGED: PAGED_FORM,
     LATE: {"max_staleness": int, "turn": int, "parameters": {str: (int, int)}},
-    "loss_scale": dict,
 }
 
 
@@ -66,7 +66,7 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
         self.directory = directory
         self.manifest = read_manifest(directory)
         self._check_manifest()
-        self._cuts: dict[str, Any] = {**self.manifest.get(TILES, {}), **self.manifest.get(SHARDS, {})}
+        self._cuts: dict[str, Any] = {**self.manifest[TILES], **self.manifest[SHARDS]}
         """Parameter that is stored in parts -> its shape, the names of its parts in order, and the dimension of
         shards."""
         self.tensors: dict[str, dict[str, LazyTensor]] = {}
@@ -129,7 +129,7 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
     def division(self, name: str) -> tuple[int, int]:
         """The dimension along which tensor-parallel ranks divided a parameter, and their number. 0 and 1 if
         undivided."""
-        cut = self.manifest.get(SHARDS, {}).get(name)
+        cut = self.manifest[SHARDS].get(name)
         return (0, 1) if cut is None else (cut["dim"], len(cut["parts"]))
 
     def damage(self, share: int = 0, of: int = 1) -> Iterator[str]:

@@ -40,12 +40,6 @@ Adoptable = dict[tuple[int, str], tuple[CommittedPages, PageRun]]
 """(unit, state) -> pages of a checkpoint that hold it in the same layout as this run."""
 _log = logging.getLogger("pagoda")
 
-_FORMER_8BIT = (
-    "8-bit moments had another format. With the Pagoda that saved it, load it and call model.save_pretrained and "
-    "optimizer.save_state_dict. This Pagoda wraps that model and takes these states with optimizer.load_state_dict."
-)
-"""How to go on from such a checkpoint. These files have moments in fp32."""
-
 
 class Snapshot:
     """Reads and writes states by parameter name, so that a checkpoint does not depend on units, pages or tiers.
@@ -103,7 +97,7 @@ class Snapshot:
             most = self._engine.plan.options.max_staleness
             content[LATE] = {"max_staleness": most, "turn": contents.turn, "parameters": contents.lags}
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
-        copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+        copies = {name: buffer.cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
         specs = self._specs(states, contents, kept, buffer_specs)
@@ -224,12 +218,12 @@ class Snapshot:
                     states = self._engine.plan.saved_states if lags else self._states
                     self._load_unit(unit, states, checkpoint, adoptable)
                 for name, buffer in buffers.items():
-                    buffer.detach().copy_(checkpoint.tensors[BUFFERS][name].whole())
+                    buffer.copy_(checkpoint.tensors[BUFFERS][name].whole())
                 for unit in self._engine.units:
                     for param in unit.params:
                         param.grad = None
                     unit.steps = steps[unit.index]
-                self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
+                self._engine.stepper.scaler.load_state_dict(manifest["loss_scale"])
         rank, generators = self._engine.links.mesh.everyone.rank, [manifest["rng"], *manifest["rank_rng"]]
         if rank < len(generators):  # a rank that the saved run did not have keeps its own
             restore_rng(generators[rank])
@@ -344,10 +338,9 @@ class Snapshot:
         path = directory / MANIFEST
         wanted = [state.name for state in self._states]
         if [name for name in manifest["states"] if name != WEIGHT_BACK] != wanted:
-            way_out = "wrap with the precision, optimizer and moments of the run that saved it."
             raise CheckpointError(
-                f"{directory} holds the states {manifest['states']}, but this run keeps {wanted}: "
-                + (_FORMER_8BIT if "exp_avg_8bit" in manifest["states"] else way_out)
+                f"{directory} holds the states {manifest['states']}, but this run keeps {wanted}: wrap with the "
+                "precision, optimizer and moments of the run that saved it."
             )
         differing = checkpoint.steps.keys() ^ contents.trainable
         if differing:
@@ -357,7 +350,7 @@ class Snapshot:
         check_settings(str(path), manifest["param_groups"], self._engine.rule)
         check_groups(str(path), manifest["param_groups"], contents.groups(groups))
         try:
-            self._engine.stepper.scaler.check_state(manifest.get("loss_scale", {}))
+            self._engine.stepper.scaler.check_state(manifest["loss_scale"])
             for state in (manifest["rng"], *manifest["rank_rng"]):
                 check_rng(state)
         except CheckpointError as error:

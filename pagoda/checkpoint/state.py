@@ -339,7 +339,7 @@ def mark_homes(engine: Engine) -> None:
             setattr(param, HOME, _Home(engine, unit, slot))
 
 
-def is_paged(param: nn.Parameter) -> bool:
+def is_paged(param: torch.Tensor) -> bool:
     """Whether this is a parameter of a wrapped model."""
     return hasattr(param, HOME)
 
@@ -387,18 +387,22 @@ def unpaged(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, t
     Those of a module with several names have the first one, or `every_name`. Raises CheckpointError if a module has
     state that is not in tensors.
     """
-    for prefix, module in model.named_modules(remove_duplicate=not every_name):
+    for prefix, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
                 f"Module {prefix!r} ({type(module).__name__}) has get_extra_state(), whose result only "
                 "model.state_dict() has. Keep it in buffers instead."
             )
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+    yield from ((name, held.detach()) for name, held in named_tensors(model, every_name) if not is_paged(held))
+
+
+def named_tensors(module: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers of a module, each under its first name or `every_name`."""
+    yield from module.named_parameters(remove_duplicate=not every_name)
+    for prefix, child in module.named_modules(remove_duplicate=not every_name):
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".lstrip("."), buffer
-    for name, param in model.named_parameters(remove_duplicate=not every_name):
-        if not is_paged(param):
-            yield name, param.data
 
 
 def named(groups: Iterable[dict[str, Any]]) -> list[NamedGroup]:

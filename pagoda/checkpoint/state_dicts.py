@@ -118,7 +118,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
     for name, param in model.named_parameters(remove_duplicate=False):
         if first[id(param)] in found:
             found[name] = found[first[id(param)]]
-    return found | {name: value.detach().clone() for name, value in unpaged(model, every_name=True)} if keeps else {}
+    return found | {name: value.clone() for name, value in unpaged(model, every_name=True)} if keeps else {}
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -142,7 +142,7 @@ def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     tied = {name: masters[first[id(wanted[name])]] for name in states if first[id(wanted[name])] in masters}
     others = unpaged(model, every_name=True) if saved else ()
-    return masters | tied | {name: value.detach().clone() for name, value in others if name in saved}
+    return masters | tied | {name: value.clone() for name, value in others if name in saved}
 
 
 class ModelState:
@@ -173,7 +173,7 @@ class ModelState:
         """
         settle(self._states.values())
         masters = {name: whole.master() for name, whole in self._wholes.items()}
-        return masters | {name: buffer.detach().clone() for name, buffer in unpaged(self._model)}
+        return masters | {name: buffer.clone() for name, buffer in unpaged(self._model)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`. Raises CheckpointError, and changes nothing, if names or shapes differ."""
@@ -184,7 +184,7 @@ class ModelState:
         for name, whole in self._wholes.items():
             whole.overwrite(state_dict[name])
         for name, buffer in buffers.items():
-            buffer.detach().copy_(state_dict[name])
+            buffer.copy_(state_dict[name])
 
 
 def check_shapes(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:

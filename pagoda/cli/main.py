@@ -30,7 +30,7 @@ from pagoda.config.commands import (
 from pagoda.errors import PagodaError, StorageError, unknown_name
 from pagoda.forecast.config import PlanConfig
 from pagoda.train.config import TrainConfig
-from pagoda.train.progress import discard
+from pagoda.train.progress import FailingOnce
 
 USER_ERROR = 2
 _INTERRUPTED = 130
@@ -69,34 +69,14 @@ COMMANDS = (
 """All subcommands. To add one, write a module with a `run` next to `train.py`, and add a line here."""
 
 
-class _Output:
-    """Standard output. Its first error raises StorageError, or BrokenPipeError if the pipe was closed. Later text is
-    dropped."""
+class _Output(FailingOnce):
+    """Standard output. Its first error raises StorageError, or BrokenPipeError if the pipe was closed."""
 
-    def __init__(self, stream: IO[str] | None) -> None:
-        self._stream = stream if stream is not None else io.StringIO()  # where the process has none
-        self._failed = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._do(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._do(self._stream.flush)
-
-    def _do(self, work: Callable[[], object]) -> None:
-        try:
-            work() if not self._failed else None
-        except OSError as error:
-            self._failed = True
-            with suppress(OSError, ValueError):
-                discard(self._stream)  # else Python's exit writes there again
-            if isinstance(error, BrokenPipeError):
-                raise
-            raise StorageError(f"the output cannot be written: {error.strerror}") from error
+    def failed(self, error: OSError | ValueError) -> None:
+        if isinstance(error, BrokenPipeError):
+            raise error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise StorageError(f"the output cannot be written: {why}") from error
 
 
 class _Console(Console):
@@ -112,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Raises SystemExit after --help.
     """
-    output = _Output(sys.stdout)
+    output = _Output(sys.stdout or io.StringIO())  # a process may have none
     try:
         with redirect_stdout(cast(IO[str], output)):
             try:

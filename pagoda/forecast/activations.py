@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pagoda.config.training import ActivationMode
+from pagoda.forecast.config import SizedRun
 from pagoda.forecast.model_description import ModelDescription, Widths
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import (
@@ -92,6 +93,19 @@ class ActivationEstimate:
             parts = "at the end of backward, with gradients of the embedding and of the head that is tied to it"
         masks = f"; {format_bytes(self.masks)} are masks of attention in a window" if self.masks else ""
         return f"about {format_bytes(self.total)} ({parts}{masks}{away})"
+
+
+def activations_of(config: SizedRun, described: ModelDescription) -> ActivationEstimate:
+    """Estimate the activations of a run with these settings."""
+    return estimate_activations(
+        described,
+        config.tokens,
+        config.itemsize,
+        config.activations,
+        config.chunked_loss,
+        config.tile_tokens,
+        config.piece_tokens,
+    )
 
 
 def estimate_activations(

@@ -6,9 +6,10 @@ from math import inf
 from typing import Any, TypeVar
 
 from pagoda.errors import BudgetError
+from pagoda.forecast.activations import activations_of
 from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.machine import budgets_for
-from pagoda.forecast.problem import Problem, activations_of
+from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Candidate
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.options import Options

@@ -19,8 +19,37 @@ _MOST_TOKENS = 1 << 40
 """Of one forward pass: the sizes of more could not be counted in 64 bits."""
 
 
+class SizedRun(Run):
+    """The settings of a run, and the sizes of its forward passes that follow from them."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the weights that compute uses, and of activations."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass on one GPU."""
+        return self.batch_size * self._part
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that a layer runs at a time."""
+        return tile_tokens(self.batch_tiles, self.batch_size, self._part)
+
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens that an MLP processes at a time."""
+        return piece_tokens(self.sequence_tiles, self.tile_tokens)
+
+    @property
+    def _part(self) -> int:
+        """Tokens of a sequence on one GPU."""
+        return self.seq_len // self.sequence_parallel
+
+
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(Run):
+class PlanConfig(SizedRun):
     """Say before a run whether a model fits a machine, how fast it trains, what limits it, and what would help.
 
     Exit code 0 if it fits, 1 if it does not, 2 for settings that cannot be used.
@@ -82,11 +111,6 @@ class PlanConfig(Run):
         return rule_from(self.optimizer, self.optim, {}).predicting(self.ahead)
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the weights that compute uses, and of activations."""
-        return self.states[0].dtype.itemsize
-
-    @property
     def tile_elements(self) -> int | None:
         """Most elements of a matrix that is not in tiles; None where none is."""
         return None if self.tile_bytes is None else self.tile_bytes // self.itemsize
@@ -102,23 +126,3 @@ class PlanConfig(Run):
         """How ranks are divided, and the micro-batches of a step."""
         names = "tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "accumulation_steps"
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one forward pass on one GPU."""
-        return self.batch_size * self._part
-
-    @property
-    def tile_tokens(self) -> int:
-        """Tokens that a layer runs at a time."""
-        return tile_tokens(self.batch_tiles, self.batch_size, self._part)
-
-    @property
-    def _part(self) -> int:
-        """Tokens of a sequence on one GPU."""
-        return self.seq_len // self.sequence_parallel
-
-    @property
-    def piece_tokens(self) -> int:
-        """Tokens that an MLP processes at a time."""
-        return piece_tokens(self.sequence_tiles, self.tile_tokens)

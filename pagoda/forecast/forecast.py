@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pagoda.errors import BudgetError
-from pagoda.forecast.activations import ActivationEstimate
+from pagoda.forecast.activations import ActivationEstimate, activations_of
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.model_description import ModelDescription, describe_model
-from pagoda.forecast.problem import Problem, activations_of
+from pagoda.forecast.problem import Problem
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
 from pagoda.forecast.search import Choice, search, usual
 from pagoda.forecast.tensor_parallel import tensor_part_of

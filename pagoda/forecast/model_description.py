@@ -4,22 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
 from pagoda.models.divisions import OF_PAPERS, Division, divisions_of, heads_of
-from pagoda.models.lora import LoraConfig
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 from pagoda.prepare.documents import window_of
 from pagoda.prepare.sequence_parallel import exchanged_width, reason_against
-
-if TYPE_CHECKING:
-    import torch
 
 _DESCRIBED = 2
 """Number of layers that are built to describe a built-in shape."""
@@ -153,29 +150,11 @@ def _check_experts(shape: PaperShape, ranks: int) -> None:
         raise ConfigError(f"--expert-parallel is {ranks}, which does not divide {shape.experts:,} experts")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What the description of a model of transformers depends on."""
-
-    name: str = field(compare=False)
-    shape: str
-    """The name of a built-in shape, or the configuration in a directory."""
-    seq_len: int
-    batch_size: int | None
-    """None if FLOPs are not asked for."""
-    expert_parallel: int
-    most_elements: int | None
-    """Most elements of a matrix that is not in tiles."""
-    most_looked_up: int | None
-    """Most elements of an embedding whose rows the CPU does not look up."""
-    cuts_stacks: bool
-    in_blocks: bool
-    """Whether a state has elements that stand for several of a parameter."""
-    quantize: Literal["4bit", "8bit"] | None
-    weight: "torch.dtype"
-    lora: LoraConfig
-
-
+_OF_TREE = (
+    *("model", "seq_len", "batch_size", "expert_parallel", "tile_limit", "precision", "optimizer", "optim"),
+    *("quantize", "lora"),
+)
+"""The settings on which the tree of a model of transformers depends, in addition to the limit of embeddings."""
 _Tree = tuple[ModuleSpec, int, Mapping[str, float], Any, int]
 
 
@@ -183,22 +162,10 @@ def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _
     """Module tree, number of parameters, FLOPs per module, text configuration and number of layers."""
     from pagoda.models.build import configuration_text
 
+    memory = Memory(embedding_limit=config.memory.embedding_limit)
+    asked = PlanConfig(memory=memory, **{setting: getattr(config, setting) for setting in _OF_TREE})
     try:
-        asked = _Asked(
-            name=name,
-            shape=configuration_text(name),
-            seq_len=config.seq_len,
-            batch_size=config.batch_size if count_flops else None,
-            expert_parallel=config.expert_parallel,
-            most_elements=config.tile_elements,
-            most_looked_up=config.looked_up_elements,
-            cuts_stacks=not isinstance(config.rule, TensorRule),
-            in_blocks=any(state.per > 1 for state in config.rule.own_states()),
-            quantize=config.quantize,
-            weight=config.states[0].dtype,
-            lora=config.lora,
-        )
-        return _built_tree(asked)
+        return _built_tree(asked, configuration_text(name), count_flops)
     except ConfigError as error:
         if name not in str(error) or "unknown model" not in str(error):
             raise
@@ -206,9 +173,10 @@ def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _
 
 
 @lru_cache(maxsize=16)
-def _built_tree(asked: _Asked) -> _Tree:
-    """As `_tree_of_transformers`. The layers of a built-in decoder are alike, so two of them are built, without values,
-    and stand for all. In the tree, quantized parameters count as what they take."""
+def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tree:
+    """As `_tree_of_transformers`, once for each content of a model's configuration. The layers of a built-in decoder
+    are alike, so two of them are built, without values, and stand for all. In the tree, quantized parameters count as
+    what they take."""
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
     from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
@@ -217,7 +185,7 @@ def _built_tree(asked: _Asked) -> _Tree:
     from pagoda.prepare.operator_tiles import Tiling
     from pagoda.prepare.quantize import linear_layers, pack_without_values, targets_of
 
-    name, ranks, lora = asked.name, asked.expert_parallel, asked.lora
+    name, ranks, lora = str(asked.model), asked.expert_parallel, asked.lora
     first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
     layers = layer_count(name)
     alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
@@ -230,18 +198,17 @@ def _built_tree(asked: _Asked) -> _Tree:
             model = add_adapters(model, lora)
         Tiling(
             model,
-            asked.most_elements,
-            cuts_stacks=asked.cuts_stacks,
-            in_blocks=asked.in_blocks,
+            asked.tile_elements,
+            cuts_stacks=not isinstance(asked.rule, TensorRule),
+            in_blocks=any(state.per > 1 for state in asked.rule.own_states()),
             exchange=first,
-            most_looked_up=asked.most_looked_up,
+            most_looked_up=asked.looked_up_elements,
         )
-        batch = asked.batch_size
-        counted = {} if batch is None else counting.forward_flops(model, batch, asked.seq_len)
+        counted = counting.forward_flops(model, asked.batch_size, asked.seq_len) if count_flops else {}
         whole = root = describe(model)
         if asked.quantize is not None:
             pack_without_values(model, packed.values(), asked.quantize)
-            root = describe(model, weight=asked.weight)
+            root = describe(model, weight=asked.states[0].dtype)
     if alike:
         whole, _ = _repeated(whole, counted, layers)
         root, counted = _repeated(root, counted, layers)

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Self
 
 from pagoda.errors import ConfigError
-from pagoda.forecast.activations import ActivationEstimate, estimate_activations, estimate_sizes
+from pagoda.forecast.activations import activations_of, estimate_sizes
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
@@ -174,19 +174,6 @@ class Problem:
             exchanges=tuple(e for e in self.exchanges if not is_within(e.module, left_out)),
             saved=saved,
         )
-
-
-def activations_of(config: PlanConfig, described: ModelDescription) -> ActivationEstimate:
-    """Estimate the activations of a run with these settings."""
-    return estimate_activations(
-        described,
-        config.tokens,
-        config.itemsize,
-        config.activations,
-        config.chunked_loss,
-        config.tile_tokens,
-        config.piece_tokens,
-    )
 
 
 def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription) -> tuple[Problem, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pagoda.memory.forms import with_hash
 from pagoda.memory.ram import ram_bytes
 from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import Timeline, TimelineSpan
@@ -71,8 +72,9 @@ def machine_record() -> dict[str, str]:
 
 
 def as_lines(record: Mapping[str, Any]) -> str:
-    """JSON with one line per key."""
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) + "\n}\n"
+    """JSON with one line per key, and a hash by which `pagoda report` sees that nothing was changed."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in with_hash(record).items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _by_kind(timeline: Timeline) -> dict[tuple[str, str], list[TimelineSpan]]:

@@ -16,7 +16,6 @@ from pagoda.config.training import ActivationMode, Activations, MixedPrecision, 
 from pagoda.errors import ConfigError
 from pagoda.mesh.mesh import Mesh
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.param_groups import ParamGroups
 from pagoda.optim.rule import Rule, plain_setting
 from pagoda.optim.torch_optimizer import Optim
 from pagoda.optimizer import PagedOptimizer
@@ -57,25 +56,38 @@ class Paging:
         """Freeze a model and wrap it. Raises the errors of `pagoda.wrap`."""
         wrap(model.requires_grad_(False), AdamW(), memory=self.reference, precision=precision_of(model), mesh=self.mesh)
 
-    def wrap(
+    def take_over(
         self,
         model: nn.Module,
-        optimizer: Rule,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision | None,
+        groups: list[dict[str, Any]] | None = None,
         *,
-        precision: Precision | None = None,
-        param_groups: ParamGroups | None = None,
         clip_grad_norm: float | None = None,
         accumulation_steps: int | None = None,
     ) -> PagedOptimizer:
-        """Wrap a model with the framework's settings. The settings here take precedence. Raises the errors of
-        `pagoda.wrap`."""
+        """Wrap a model with the update rule of an optimizer in RAM, and with the framework's settings. The settings
+        here take precedence. An optimizer of Pagoda is returned as it is.
+
+        Afterwards, both have the same list of param groups. So schedulers of the optimizer, and schedulers inside
+        of these, change the learning rate of the one that is returned.
+
+        `groups` are by default the optimizer's own. Raises ConfigError if the optimizer has taken a step, and the
+        errors of `pagoda.wrap`.
+        """
+        if isinstance(optimizer, PagedOptimizer):
+            return optimizer
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
+            raise ConfigError("The optimizer has taken steps already: pass it before its first step.")
+        if groups is None:
+            groups = optimizer.param_groups if self.optimizer is None else _without_settings(optimizer.param_groups)
         memory = self.memory
         if memory.ssd_checkpoints is None:
             memory = replace(memory, ssd_checkpoints=0)
         _, paged = wrap(
             model,
-            self.optimizer or optimizer,
-            param_groups=param_groups,
+            self.optimizer or rule_of(optimizer),
+            param_groups=groups,
             memory=memory,
             precision=self.precision or precision or precision_of(model),
             clip_grad_norm=clip_grad_norm,
@@ -85,32 +97,6 @@ class Paging:
             tiles=self.tiles,
             mesh=self.mesh,
         )
-        return paged
-
-    def take_over(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        precision: Precision | None,
-        groups: list[dict[str, Any]] | None = None,
-        **settings: Any,
-    ) -> PagedOptimizer:
-        """Wrap a model with the update rule of an optimizer in RAM. An optimizer of Pagoda is returned as it is.
-
-        Afterwards, both have the same list of param groups. So schedulers of the optimizer, and schedulers inside
-        of these, change the learning rate of the one that is returned.
-
-        `groups` are by default the optimizer's own, and `settings` are arguments of `pagoda.wrap`. Raises ConfigError
-        if the optimizer has taken a step, and the errors of `pagoda.wrap`.
-        """
-        if isinstance(optimizer, PagedOptimizer):
-            return optimizer
-        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
-            raise ConfigError("The optimizer has taken steps already: pass it before its first step.")
-        rule = self.optimizer or rule_of(optimizer)
-        if groups is None:
-            groups = optimizer.param_groups if self.optimizer is None else _without_settings(optimizer.param_groups)
-        paged = self.wrap(model, rule, precision=precision, param_groups=groups, **settings)
         optimizer.param_groups = paged.param_groups
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
         return paged

@@ -5,6 +5,7 @@ the process may be killed after some of them. So the last file written to a dire
 hash of each file. A directory without a valid seal is not complete, and nothing resumes from it.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -16,14 +17,13 @@ import xxhash
 
 from pagoda.errors import CheckpointError
 from pagoda.memory.files import open_regular, read_regular, storage_errors, sync_directory, write_durably
-from pagoda.memory.forms import hash_of
+from pagoda.memory.forms import FormError, whole, with_hash
 from pagoda.memory.identity import MANIFEST
 
 SEAL = "pagoda-seal.json"
 _FORMAT = "pagoda-seal"
 _MOST_HASHED_BYTES = 256 << 20
 """Of a larger file, such as exported weights, the seal has the size alone, because nothing resumes from it."""
-_PIECE_BYTES = 1 << 20
 
 
 class _UnsealedError(CheckpointError):
@@ -89,28 +89,24 @@ def _fingerprint(path: Path) -> list[Any]:
         size = os.fstat(file.fileno()).st_size
         if size > _MOST_HASHED_BYTES:
             return [size, None]
-        content = xxhash.xxh3_64()
-        while piece := file.read(_PIECE_BYTES):
-            content.update(piece)
-        return [size, content.hexdigest()]
+        return [size, hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()]
 
 
 def _write(directory: Path, files: dict[str, list[Any]] | None) -> None:
-    content = {"format": _FORMAT, "files": files, "hash": hash_of(files)}
-    write_durably(directory / SEAL, json.dumps(content).encode())
+    write_durably(directory / SEAL, json.dumps(with_hash({"format": _FORMAT, "files": files})).encode())
 
 
 def _read(directory: Path) -> dict[str, list[Any]]:
     """The files in a seal. Raises CheckpointError if the directory is not complete or its seal is damaged."""
     try:
-        content = json.loads(read_regular(directory / SEAL).decode())
+        content = whole(read_regular(directory / SEAL))
     except OSError as error:
         raise CheckpointError(f"{directory} is not complete: {SEAL} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except FormError as error:
         raise CheckpointError(f"{directory / SEAL} is damaged: {error}") from error
-    files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("hash") != hash_of(files):
+    files: dict[str, list[Any]] | None = content.get("files")
+    if content.get("format") != _FORMAT:
         raise CheckpointError(f"{directory / SEAL} is damaged")
-    if not isinstance(files, dict):
+    if files is None:
         raise _UnsealedError(f"{directory} is not complete: the process ended while it was written")
     return files

@@ -158,11 +158,6 @@ def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterato
                 (directory / SINGLE).unlink(missing_ok=True)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether peft has put adapters into a model, by `get_peft_model` or by the model's `add_adapter`."""
-    return bool(getattr(model, "peft_config", None))
-
-
 def adapter_state(model: Any) -> dict[str, torch.Tensor]:
     """A state dict of a wrapped model with adapters, for its `save_pretrained`. The tensors that it saves are in RAM;
     all others are on meta. Every rank must call it. Warns of parameters that were trained and are not saved."""

@@ -21,7 +21,7 @@ from pagoda.errors import CheckpointError, ConfigError, UsageError
 from pagoda.integrations import seals
 from pagoda.integrations.accelerate import PRECISIONS, adopt
 from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import adapter_state, exported_into, has_adapters, numbered
+from pagoda.integrations.states import adapter_state, exported_into, numbered
 from pagoda.integrations.vllm import check_adapters, stream_weights
 from pagoda.optimizer import PagedOptimizer
 
@@ -217,7 +217,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model in pieces, or its adapters. The trainer writes the other files."""
-        if self._paged is not None and state_dict is None and has_adapters(self.model):
+        if self._paged is not None and state_dict is None and getattr(self.model, "peft_config", None):
             state_dict = adapter_state(self.model)
         if self._paged is None or state_dict is not None:
             super()._save(output_dir, state_dict=state_dict)

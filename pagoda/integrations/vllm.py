@@ -40,11 +40,6 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _active(layer: Any) -> str:
-    (name,) = layer.active_adapters
-    return str(name)
-
-
 @torch.no_grad()
 def _weights(model: nn.Module, rename: Callable[..., str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter's name in vLLM, and a copy of its weights. Adapters are merged into the copy. Unlike peft's
@@ -58,5 +53,5 @@ def _weights(model: nn.Module, rename: Callable[..., str]) -> Iterator[tuple[str
         with gathered([param] if layer is None else [*layer.parameters()]):
             weights = param.detach().clone()
             if layer is not None:
-                weights += layer.get_delta_weight(_active(layer)).to(weights.dtype)
+                weights += layer.get_delta_weight(*layer.active_adapters).to(weights.dtype)
         yield rename(name.removeprefix("base_model.model.").replace(_BASE, ""), extra_prefixes=_KEPT), weights

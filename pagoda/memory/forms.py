@@ -2,12 +2,14 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import xxhash
 
 Form = Any
 """The form of a value: see `check`."""
+_HASH = "hash"
 
 
 def hash_of(content: Any) -> str:
@@ -17,6 +19,23 @@ def hash_of(content: Any) -> str:
 
 class FormError(ValueError):
     """A value does not have its form. The message says which value, and what it should be."""
+
+
+def with_hash(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a JSON file in JSON's types, together with its hash. `whole` reads it."""
+    plain = json.loads(json.dumps(content))
+    return {**plain, _HASH: hash_of(plain)}
+
+
+def whole(file: bytes) -> dict[str, Any]:
+    """The content of a JSON file to which `with_hash` gave its hash. Raises FormError if it was edited or damaged."""
+    try:
+        content = json.loads(file)
+    except (ValueError, RecursionError) as error:
+        raise FormError(f"it is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.pop(_HASH, None) != hash_of(content):
+        raise FormError("its hash does not match its content")
+    return content
 
 
 def check(value: Any, form: Form, where: str = "it") -> None:

@@ -44,7 +44,8 @@ class PagePool:
 
         Returns None if no free run is long enough. Raises ValueError if `count` is below 1.
         """
-        _check_count(count)
+        if count < 1:
+            raise ValueError(f"cannot allocate {count} frames: the minimum is 1")
         index = bisect_left(self._free_by_fit, (count, -1))
         if index == len(self._free_by_fit):
             return None
@@ -152,8 +153,3 @@ class Window:
             if frames >= self._count and freed < least:
                 cheapest, least = [run for run, freed in window if freed], freed
         return cheapest
-
-
-def _check_count(count: int) -> None:
-    if count < 1:
-        raise ValueError(f"cannot allocate {count} frames: the minimum is 1")

@@ -28,14 +28,12 @@ def cached(name: str) -> Path | None:
     return directory if directory is not None and (directory / "config.json").is_file() else None
 
 
-def download(name: str) -> Path:
+def download(name: str) -> None:
     """Download what is missing of a repository into the cache, with the progress of huggingface_hub.
 
     Raises ConfigError if it cannot be downloaded, or if huggingface_hub is not installed.
     """
-    directory = _snapshot(name, allow_patterns=_PATTERNS, ignore_patterns=_ELSEWHERE)
-    assert directory is not None, "it was downloaded"
-    return directory
+    _snapshot(name, allow_patterns=_PATTERNS, ignore_patterns=_ELSEWHERE)
 
 
 def how_to_download(name: str) -> str:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 """As a target: every linear layer except the output layer."""
-ADAPTER = "default"
-"""peft's name for the only adapter of a model."""
 _NAMES, MERGED = "adapter_names", "merged"
 _NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
 
@@ -111,7 +109,7 @@ def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
 
 def adapter_name(settings: dict[str, Any]) -> str:
     """The name of the adapter with these `adapter_settings`. Raises ConfigError if there are several."""
-    names = settings.get(_NAMES, [ADAPTER])
+    names = settings[_NAMES]
     if len(names) > 1:
         raise ConfigError(
             f"The model has the adapters {', '.join(names)}, and only a single one can be exported or merged. "

@@ -39,21 +39,25 @@ class RoutedExperts(Announcing):
     idle_get_zeros: bool
     """Whether parameters of pieces without tokens get a gradient of zeros, as in transformers' own module."""
 
+    def pieces(self) -> list[tuple[nn.Module, int]]:
+        return [(expert, 1) for expert in self.children()]
+
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """The results [n, H] of `tokens` [n, H], sorted by expert. `piece`: an expert, or a tile of several. `counts`:
         number of tokens of each expert."""
         raise NotImplementedError
 
-    def route(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Compute [N, H] from tokens [N, H], expert numbers [N, K] and weights [N, K]. Numbers >= E add nothing."""
-        count, choices = self.num_experts, experts.shape[1]
-        numbers, order = experts.flatten().sort(stable=True)
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute [N, H] from hidden states [N, H], expert numbers [N, K] and weights [N, K]. Numbers >= E add
+        nothing."""
+        count, choices = self.num_experts, top_k_index.shape[1]
+        numbers, order = top_k_index.flatten().sort(stable=True)
         counts = numbers.clamp(max=count).bincount(minlength=count + 1).tolist()[:count]
         order = order[: sum(counts)]
-        results = self._through_ranks(hidden[order // choices], counts)
-        weighted = results * weights.flatten()[order].unsqueeze(-1)
-        combined = weighted.new_zeros(experts.numel(), hidden.shape[-1]).index_copy(0, order, weighted)
-        return combined.view(len(hidden), choices, -1).sum(1).to(hidden.dtype)
+        results = self._through_ranks(hidden_states[order // choices], counts)
+        weighted = results * top_k_weights.flatten()[order].unsqueeze(-1)
+        combined = weighted.new_zeros(top_k_index.numel(), hidden_states.shape[-1]).index_copy(0, order, weighted)
+        return combined.view(len(hidden_states), choices, -1).sum(1).to(hidden_states.dtype)
 
     def _through_ranks(self, tokens: Tensor, counts: list[int]) -> Tensor:
         """The results [n, H] for this rank's tokens [n, H], which are sorted by expert."""
@@ -118,10 +122,6 @@ class ExpertStack(Tiled, RoutedExperts):
         numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(tokens.device)
         return piece(tokens, numbers[:, None], tokens.new_ones(len(tokens), 1))  # type: ignore[no-any-return]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute [N, H] from hidden states [N, H], expert numbers [N, K] and weights [N, K]."""
-        return self.route(hidden_states, top_k_index, top_k_weights)
-
 
 class SwitchExperts(RoutedExperts):
     """The experts of a Switch Transformer, under their own names. An expert without tokens gets no gradient."""
@@ -136,9 +136,6 @@ class SwitchExperts(RoutedExperts):
         self.num_experts = count
         self.exchange = exchange
 
-    def pieces(self) -> list[tuple[nn.Module, int]]:
-        return [(expert, 1) for expert in self.children()]
-
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         return piece(tokens)  # type: ignore[no-any-return]
 
@@ -148,7 +145,7 @@ class SwitchExperts(RoutedExperts):
         The choice is all zeros for a token whose expert had no room.
         """
         numbers = selected_experts.argmax(-1).masked_fill(selected_experts.sum(-1) == 0, self.num_experts)
-        return self.route(hidden_states, numbers, routing_weights)
+        return super().forward(hidden_states, numbers, routing_weights)
 
 
 class QuantizedExperts(RoutedExperts):
@@ -178,17 +175,10 @@ class QuantizedExperts(RoutedExperts):
         whole = self.__dict__.get("_whole", {}).get(name)
         return super().__getattr__(name) if whole is None else whole
 
-    def pieces(self) -> list[tuple[nn.Module, int]]:
-        return [(expert, 1) for expert in self.children()]
-
     def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         piece.__dict__["computed"] = self.computed
         numbers = torch.zeros(len(tokens), 1, dtype=torch.int64, device=tokens.device)
         return piece(tokens, numbers, tokens.new_ones(len(tokens), 1))  # type: ignore[no-any-return]
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute [N, H] from hidden states [N, H], expert numbers [N, K] and weights [N, K]."""
-        return self.route(hidden_states, top_k_index, top_k_weights)
 
 
 class SwitchRouter(nn.Linear):

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from pagoda.errors import ConfigError
 from pagoda.train.records import Document, Message, is_empty
+from pagoda.train.seen import Seen
 
 _ASSISTANT = "assistant"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -89,13 +90,10 @@ class ChatTemplate:
         self._added = tokenizer.added_tokens_decoder
         self._ends = {*tokenizer.all_special_ids, *(id_ for id_, token in self._added.items() if token.special)}
         """Ids of the tokens that end a turn."""
-        self.ignored: Counter[str] = Counter()
-        """Keys of messages that the template does not use -> number of conversations."""
-        self.remarks: Counter[str] = Counter()
-        """What a user should know about the conversations, each with how often it applies, to be put in as `count`."""
 
-    def encode(self, document: Document) -> npt.NDArray[np.int32]:
-        """A conversation's tokens, int32 [N]: id for tokens that an assistant has written, ~id for all others.
+    def encode(self, document: Document, seen: Seen) -> npt.NDArray[np.int32]:
+        """A conversation's tokens, int32 [N]: id for tokens that an assistant has written, ~id for all others. `seen`
+        gets the keys of messages that the template does not use, and remarks.
 
         Raises ConfigError if there is no template, or if the template refuses the conversation, leaves out a part of it
         or does not show who wrote what.
@@ -103,10 +101,14 @@ class ChatTemplate:
         if self._template is None:
             self._choose(document.where)
         chat = self._as_written(document)
+        seen.ignored.update(sorted(self._unused(chat)))
         trained = [m["role"] == _ASSISTANT and m.get("train", True) for m in document.messages]
         text, marked = self._render(chat, chat.messages)
-        spans = self._marked_turns(chat, trained, text, marked) if self._marked else self._turns(chat, trained, text)
-        return self._tokens(document.where, text, spans)
+        if self._marked:
+            spans: Iterable[Span] = self._marked_turns(chat, trained, text, marked)
+        else:
+            spans = self._turns(chat, trained, text, seen.remarks)
+        return self._tokens(document.where, text, spans, seen.remarks)
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The ids of a conversation that an assistant will continue.
@@ -190,9 +192,7 @@ class ChatTemplate:
         chat = _Chat(document.where, messages, tools)
         if form not in self._ways:
             self._ways[form] = self._way(chat)
-        written = _Chat(document.where, [self._ways[form](message) for message in messages], tools)
-        self.ignored.update(sorted(self._unused(written)))
-        return written
+        return _Chat(document.where, [self._ways[form](message) for message in messages], tools)
 
     def _way(self, chat: _Chat) -> Callable[[Message], Message]:
         """How to prepare the messages of a conversation. Raises as `_as_written`."""
@@ -266,7 +266,7 @@ class ChatTemplate:
             marked = [(first, last) for first, last in marked if first > stop or last < start]
         return marked if any(trained) else []
 
-    def _turns(self, chat: _Chat, trained: list[bool], text: str) -> Iterator[Span]:
+    def _turns(self, chat: _Chat, trained: list[bool], text: str, remarks: Counter[str]) -> Iterator[Span]:
         """What the assistants write whose messages are to be trained."""
         for index, wanted in enumerate(trained):
             if not wanted:
@@ -279,7 +279,7 @@ class ChatTemplate:
             elif (span := self._found_again(chat, index, alone[start:], text)) is not None:
                 yield span
             else:
-                self.remarks[_REWRITTEN] += 1
+                remarks[_REWRITTEN] += 1
 
     def _start(self, chat: _Chat, index: int, alone: str) -> int:
         """Where a turn starts in `alone`, the text of a conversation that ends with it: after the generation prompt, or
@@ -326,7 +326,7 @@ class ChatTemplate:
             * (not trl_version())
         )
 
-    def _tokens(self, where: str, text: str, spans: Iterable[Span]) -> npt.NDArray[np.int32]:
+    def _tokens(self, where: str, text: str, spans: Iterable[Span], remarks: Counter[str]) -> npt.NDArray[np.int32]:
         """The tokens of a text, of which the loss counts those that have a character in one of the spans."""
         try:
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -354,9 +354,9 @@ class ChatTemplate:
                 counted[end : after + 1] = True
             elif not self._marked and after == len(blank) and self._tokenizer.eos_token_id is not None:
                 ids, counted = [*ids, self._tokenizer.eos_token_id], np.append(counted, True)
-                self.remarks[_ENDED] += 1
+                remarks[_ENDED] += 1
             else:
-                self.remarks[_ENDLESS] += 1
+                remarks[_ENDLESS] += 1
         return np.where(counted, ids, np.invert(ids)).astype(np.int32)
 
 

@@ -19,7 +19,6 @@ from pagoda.forecast.model_description import widths
 from pagoda.forecast.record import timeline_record
 from pagoda.mesh.mesh import Mesh
 from pagoda.plan.activations import recomputes
-from pagoda.plan.tiles import piece_tokens, tile_tokens
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
@@ -31,13 +30,8 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     activations."""
     if config.chunked_loss is not None:
         return config.chunked_loss
-    part = config.seq_len // config.sequence_parallel
-    tokens = config.batch_size * part
-    at_a_time = tile_tokens(config.batch_tiles, config.batch_size, part)
-    itemsize = 2 if config.precision == "bf16" else 4
-    sizes = widths(model.config.get_text_config())
-    piece = piece_tokens(config.sequence_tiles, at_a_time)
-    return chunking_helps(sizes, at_a_time, piece, tokens, itemsize, recomputes(config.activations))
+    sizes = config.tile_tokens, config.piece_tokens, config.tokens, config.itemsize
+    return chunking_helps(widths(model.config.get_text_config()), *sizes, recomputes(config.activations))
 
 
 def precision_hint(config: TrainConfig) -> str | None:

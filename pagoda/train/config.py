@@ -17,9 +17,10 @@ import tyro
 
 from pagoda.config.decode import decoded
 from pagoda.config.reading import Reading
-from pagoda.config.run import Run, StatesConfig
+from pagoda.config.run import StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
+from pagoda.forecast.config import SizedRun
 from pagoda.models.lora import LoraConfig
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class OptimConfig(StatesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Reading, Run):
+class TrainConfig(Reading, SizedRun):
     """Train or fine-tune a language model whose training state may be larger than memory. --model and --data are
     enough: Pagoda chooses everything else, and prints each choice with its reason."""
 

@@ -13,7 +13,7 @@ from pagoda.checkpoint.pretrained import weight_files
 from pagoda.config.memory import FIRST_SHARE
 from pagoda.config.reading import Reading
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast.activations import MALLOC, estimate_activations
+from pagoda.forecast.activations import MALLOC, activations_of
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.memory.ram import free_ram
@@ -21,7 +21,6 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import may_be_restarted, was_restarted
 from pagoda.models.build import is_encoder_decoder, model_directory, positions_of
-from pagoda.plan.tiles import piece_tokens, tile_tokens
 from pagoda.train.config import TrainConfig
 from pagoda.train.inputs import rows_of
 from pagoda.train.progress import say
@@ -225,18 +224,7 @@ class _Estimate:
 
     def takes(self, asked: TrainConfig, batch: int) -> int:
         """Bytes for that many sequences."""
-        itemsize, part = 4 if asked.precision == "fp32" else 2, asked.seq_len // asked.sequence_parallel
-        tiles = tile_tokens(asked.batch_tiles, batch, part)
-        estimate = estimate_activations(
-            self.described,
-            batch * part,
-            itemsize,
-            asked.activations,
-            asked.chunked_loss,
-            tiles,
-            piece_tokens(asked.sequence_tiles, tiles),
-        )
-        return self.kept * estimate.total
+        return self.kept * activations_of(replace(asked, batch_size=batch), self.described).total
 
 
 def _with_activations(asked: TrainConfig, batch: int, estimate: _Estimate) -> tuple[TrainConfig, list[str]]:

@@ -220,7 +220,7 @@ def described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
         lengths = np.quantile(np.diff(tokens.ends, prepend=0), (0, 0.5, 0.95, 1)).astype(int)
         shown = (f"{length:,} {what}" for length, what in zip(lengths, _LENGTHS, strict=True))
         lines.append(f"Lengths in tokens: {', '.join(shown)}")
-    return [*lines, *about.seen.lines(), *about.remarks]
+    return [*lines, *about.seen.lines()]
 
 
 def sequences(rows: Rows) -> list[str]:

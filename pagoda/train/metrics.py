@@ -196,10 +196,9 @@ STEP_FORM: dict[str, Form] = {
     "stall_s": {str: number},
     "bytes_moved": {str: int},
     "peak_bytes": {str: int},
+    "accesses": {str: {str: number}},
 }
 """What readers need of the line of a step; see `memory.forms`."""
-ACCESSES_FORM: dict[str, Form] = {"accesses": {str: {str: number}}}
-"""The additional form of the line of a step that counts accesses by source. Older lines do not."""
 EVALUATION_FORM: dict[str, Form] = {
     "step": int,
     "loss": number_or_null,

@@ -48,43 +48,55 @@ def expected(batches: "Batches", steps: int, done: int, step_s: float | None) ->
     return lines
 
 
-class Lasting:
-    """A text stream that does not fail. From the first error of its target on (a closed pipe or terminal, a full disk),
-    text goes to the end of a file instead, or nowhere if that fails, too."""
+class FailingOnce:
+    """A text stream that does not use its target any more after the first error of it (a closed pipe or terminal, a
+    full disk)."""
 
     def __init__(self, target: IO[str]) -> None:
         self._target = target
-        self.instead: Path | None = None
-        """The file."""
         self._fails = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
     def write(self, text: str) -> int:
-        if not self._tried(lambda: self._target.write(text)) and self.instead is not None:
+        self._do(lambda: self._target.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._target.flush)
+
+    def failed(self, error: OSError | ValueError) -> None:
+        """Called with the first error; a ValueError says that the target was closed."""
+        raise NotImplementedError
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work() if not self._fails else None
+        except (OSError, ValueError) as error:
+            self._fails = True
+            with suppress(OSError, ValueError):
+                discard(self._target)  # else Python's exit writes there again
+            self.failed(error)
+
+
+class Lasting(FailingOnce):
+    """A text stream that does not fail: later text goes to the end of a file, or nowhere if that fails, too."""
+
+    instead: Path | None = None
+    """The file."""
+
+    def write(self, text: str) -> int:
+        super().write(text)
+        if self._fails and self.instead is not None:
             with suppress(OSError), self.instead.open("a") as file:
                 file.write(text)
         return len(text)
 
-    def flush(self) -> None:
-        self._tried(self._target.flush)
-
-    def _tried(self, work: Callable[[], object]) -> bool:
-        """Do `work` unless the target has failed. Returns whether it succeeded."""
-        if self._fails:
-            return False
-        try:
-            work()
-            return True
-        except (OSError, ValueError) as error:  # ValueError: it was closed
-            self._fails = True
-            with suppress(OSError, ValueError):
-                discard(self._target)
-            with suppress(OSError, ValueError):
-                message = f"pagoda: {error}: the run continues, and writes what follows to output.txt in its directory"
-                print(message, file=sys.stderr, flush=True)
-            return False
+    def failed(self, error: OSError | ValueError) -> None:
+        with suppress(OSError, ValueError):
+            message = f"pagoda: {error}: the run continues, and writes what follows to output.txt in its directory"
+            print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -1,32 +1,27 @@
 """`pagoda report`: one page about a run or a plan, with curves, lanes, memory, units, settings and checkpoints."""
 
 import html
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pagoda.errors import ConfigError
 from pagoda.forecast.draw import COLLECTIVE_KINDS, draw_bars
 from pagoda.forecast.report import format_seconds
 from pagoda.forecast.wear import wear
 from pagoda.memory.files import read_regular
-from pagoda.memory.forms import Form, FormError, check
+from pagoda.memory.forms import FormError, whole
 from pagoda.memory.sizes import format_bytes
 from pagoda.schedule.served import AccessCounts, Found, add_counts, hit_rate
 from pagoda.simulate.hardware import Figure
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
 from pagoda.train.metrics import (
-    ACCESSES_FORM,
     EVALUATION_FORM,
     SAMPLE_FORM,
     STEP_FORM,
-    has_form,
-    number,
     read_metrics,
-    seconds,
 )
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
@@ -43,69 +38,7 @@ _WORK = {
 }
 """Group of kinds of work -> the kinds in it. Each group has a colour."""
 _Record = Mapping[str, Any]
-
-
-_TIMELINE: dict[str, Form] = {
-    "step_s": seconds,
-    "busy_s": {str: number},
-    "stall_s": {str: number},
-    "spans": [(str, str, number, number)],
-}
-
-
-def _timeline(value: object) -> bool:
-    """a timeline"""
-    return isinstance(value, dict) and has_form(value, _TIMELINE)
-
-
-def _timeline_or_null(value: object) -> bool:
-    """a timeline or null"""
-    return value is None or _timeline(value)
-
-
-def _endurance_or_null(value: object) -> bool:
-    """a figure or null"""
-    return value is None or (isinstance(value, dict) and has_form(value, {"value": seconds, "source": str}))
-
-
-def _limit(value: object) -> bool:
-    """a number of bytes or null"""
-    return value is None or (type(value) is int and 0 < value < 1 << 63)
-
-
-_FACTS: dict[str, Form] = {
-    "bytes": {str: {str: int}},
-    "budgets": {str: _limit},
-    "units": [{"name": str, "parameters": int, "homes": {str: str}}],
-    "reasons": [str],
-}
-_PLAN: dict[str, Form] = {
-    **_FACTS,
-    "timeline": _timeline_or_null,
-    "machine": {str: object},
-    "endurance": _endurance_or_null,
-}
-"""The content of a run's plan.json; see `memory.forms`."""
-_FORECAST: dict[str, Form] = {
-    "fits": bool,
-    "model": str,
-    "hardware": str,
-    "params": int,
-    "activation_bytes": int,
-    "refusal": object,
-    "advice": [str],
-    "reasons": [str],
-}
-"""What `pagoda plan` writes."""
-_THAT_FITS: dict[str, Form] = {
-    **_FORECAST,
-    **_FACTS,
-    "timeline": _timeline,
-    "step_s": seconds,
-    "tokens_per_step": int,
-    "tokens_per_s": number,
-    "binding_lane": str,
-}
+_NO_PLAN = "is not a plan: write one with pagoda plan ... --json > plan.json"
 
 
 def report(source: Path) -> str:
@@ -124,9 +57,7 @@ def _run_page(directory: Path) -> str:
     samples = read_metrics(run.samples, SAMPLE_FORM)
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
-    plan = _read(run.plan, _PLAN, endurance=None) if run.plan.exists() else None
-    data = {"Data": listed(_read(run.data, {"lines": [str]})["lines"])} if run.data.exists() else {}
-    measured = _read(run.timeline, {"step": int, **_TIMELINE}) if run.timeline.exists() else None
+    plan, data, measured = (_read(file) if file.exists() else None for file in (run.plan, run.data, run.timeline))
     predicted = plan["timeline"] if plan else None
     sections = {
         "Summary": _summary(config, steps, evals),
@@ -135,7 +66,7 @@ def _run_page(directory: Path) -> str:
         "Speed": _speed(steps, plan),
         **({"One step": _lanes(predicted, measured)} if predicted or measured else {}),
         **({"Memory": _memory(plan, steps), "Units": _units(plan)} if plan else {}),
-        **data,
+        **({"Data": listed(data["lines"])} if data else {}),
         "Checkpoints": _checkpoints(run, evals),
         **({"Why this plan": listed(plan["reasons"]), "Machine": pairs(plan["machine"].items())} if plan else {}),
         "Settings": pairs(flat(config)),
@@ -144,9 +75,9 @@ def _run_page(directory: Path) -> str:
 
 
 def _plan_page(file: Path) -> str:
-    plan = _read(file, _FORECAST)
-    if plan["fits"]:
-        plan = _read(file, _THAT_FITS)
+    plan = _read(file, _NO_PLAN)
+    if "fits" not in plan:
+        raise ConfigError(f"{file} {_NO_PLAN}")
     found = [
         ("Model", plan["model"]),
         ("Parameters", f"{plan['params']:,}"),
@@ -169,21 +100,15 @@ def _plan_page(file: Path) -> str:
     )
 
 
-def _read(file: Path, form: Mapping[str, Form], **missing: object) -> dict[str, Any]:
-    """The entries that `form` names of a JSON file; `missing` are those that it may lack. Raises ConfigError if it
-    cannot be read, is not JSON, or lacks an entry of this form."""
+def _read(file: Path, otherwise: str = "is damaged") -> dict[str, Any]:
+    """The content of a file that a run or `pagoda plan` wrote. Raises ConfigError if it cannot be read, or what it is
+    `otherwise` if it was changed since."""
     try:
-        found = json.loads(read_regular(file))
-        found = {**missing, **{key: found[key] for key in form if key in found}} if isinstance(found, dict) else found
-        check(found, dict(form), "the content")
-        return cast(dict[str, Any], found)
+        return whole(read_regular(file))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except FormError as error:
-        what = "is not a plan: write one with pagoda plan ... --json > plan.json" if form is _FORECAST else "is damaged"
-        raise ConfigError(f"{file} {what} ({error})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
+        raise ConfigError(f"{file} {otherwise} ({error})") from error
 
 
 def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
@@ -278,7 +203,7 @@ def _speed(steps: Sequence[_Record], plan: _Record | None) -> str:
         _drawing("Tokens per second", {"tokens/s": _points(steps, "tokens_per_s")})
         + "<p>Share of the steps' time that compute waited for a lane or for data, and bytes a step moved:</p>"
         + table(("lane", "waited", "bytes a step"), rows)
-        + _accesses(add_counts(step["accesses"] for step in steps if has_form(step, ACCESSES_FORM)), total)
+        + _accesses(add_counts(step["accesses"] for step in steps), total)
         + worn
     )
 

@@ -19,8 +19,8 @@ from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir
 CONFIG = "config"
 """Key of the configuration in what `pagoda train` adds to a checkpoint."""
 SAMPLES_PER_STEP = "samples_per_step"
-"""Key of the number of sequences a step on all ranks. Checkpoints of earlier versions lack it."""
-_KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int}
+"""Key of the number of sequences a step on all ranks."""
+_KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int, SAMPLES_PER_STEP: int}
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,15 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
 def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh) -> Iterator[str]:
     """A line for the console if a step has another number of sequences than before, because the number of ranks
     changed. Raises ConfigError if other settings changed it."""
-    before, each = extra.get(SAMPLES_PER_STEP), config.batch_size * ranks_with_batches(config, mesh)
+    before, each = extra[SAMPLES_PER_STEP], config.batch_size * ranks_with_batches(config, mesh)
     now = each * config.accumulation_steps
-    same = all(getattr(config, name) == extra[CONFIG][name] for name in ("batch_size", "accumulation_steps"))
-    if before == now or (same and before is None):
+    if before == now:
         return
-    passes, rest = divmod(before or 0, each)
+    passes, rest = divmod(before, each)
     keeps = f": --accumulation-steps {passes} keeps them" if passes and not rest else ""
-    if not same:
+    if any(getattr(config, name) != extra[CONFIG][name] for name in ("batch_size", "accumulation_steps")):
         raise ConfigError(
-            f"cannot resume with {now} sequences a step, of which the run has {before or 'another number'}"
+            f"cannot resume with {now} sequences a step, of which the run has {before}"
             + (keeps or ". Leave out --batch-size and --accumulation-steps to keep the run's own")
         )
     yield f"A step has {now} sequences now, and had {before}{keeps}"

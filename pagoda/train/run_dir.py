@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
-from pagoda.memory.forms import hash_of
+from pagoda.memory.forms import FormError, whole, with_hash
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import EVALUATION_FORM, read_metrics
@@ -26,8 +26,6 @@ DAMAGED, GONE_BACK = ".damaged", ".later"
 """Suffixes of checkpoints that are kept but no longer belong to the run, because they are damaged or because the run
 went back to an earlier one."""
 _MOST_CONFIG_BYTES = 1 << 20
-_HASH = "hash"
-"""Key in config.json: the hash of its settings."""
 
 
 @dataclass(frozen=True)
@@ -104,21 +102,13 @@ class RunDir:
                 f" ({error.strerror or type(error).__name__}). Name the directory of a run"
             ) from error
         try:
-            settings = json.loads(content.decode())
-            known = settings.pop(_HASH, None) if isinstance(settings, dict) else None
-            whole = known == hash_of(settings)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{self.config} is damaged: it is not JSON ({error}). Put a copy of it back, or start another run"
-            ) from error
-        if not whole:
+            return TrainConfig.from_settings(whole(content))
+        except FormError as error:
             raise ConfigError(
                 f"{self.config} is not as `pagoda train` wrote it: it was edited or damaged, or another version wrote "
-                "it. Put it back as it was, and give changed settings as flags: pagoda train --resume --out "
+                f"it ({error}). Put it back as it was, and give changed settings as flags: pagoda train --resume --out "
                 f"{self.path} --steps N"
-            )
-        try:
-            return TrainConfig.from_settings(settings)
+            ) from error
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
 
@@ -184,11 +174,10 @@ class RunDir:
 
         Raises ConfigError if the directory cannot be written.
         """
-        settings = config.settings()
         with self._writing():
             make_directories(self.path)
             # First, because without it there is no run to resume, and with the others none can start.
-            write_durably(self.config, (json.dumps({**settings, _HASH: hash_of(settings)}, indent=2) + "\n").encode())
+            write_durably(self.config, (json.dumps(with_hash(config.settings()), indent=2) + "\n").encode())
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
             for file in tokenizer:

@@ -27,6 +27,8 @@ class Seen:
     """Reasons of `left_out` -> file and line of the first records."""
     skipped: list[tuple[str, str]] = field(default_factory=list)
     """Files that were left out, and why."""
+    remarks: Counter[str] = field(default_factory=Counter)
+    """What else a user should know about conversations -> how often it applies, which takes the place of `count`."""
 
     def leave_out(self, reason: object, where: str) -> None:
         """Count the record at `where` as left out. Reasons that differ in numbers alone are counted together."""
@@ -57,7 +59,7 @@ class Seen:
         if self.skipped:
             files = [f"{path}: {reason}" for path, reason in self.skipped[:_MOST_PLACES]]
             lines.append(f"Left out {_many(len(self.skipped), 'file')}: {_first(files, len(self.skipped))}")
-        return lines
+        return [*lines, *(remark.format(count=count) for remark, count in self.remarks.items())]
 
 
 def _counts(counter: Mapping[str, int]) -> str:

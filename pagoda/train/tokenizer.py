@@ -2,7 +2,6 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -17,6 +16,7 @@ from pagoda.errors import ConfigError
 from pagoda.models.build import import_transformers, vocabulary_of
 from pagoda.train.chat import ChatTemplate, trl_version
 from pagoda.train.records import Document, Message
+from pagoda.train.seen import Seen
 
 BYTES = "bytes"
 VOCABULARY = 256
@@ -63,19 +63,14 @@ class Tokenizer(ABC):
     """Whether attention and loss end at the end of a document. Documents of bytes are not separated."""
     end: list[int] | None = None
     """Ids that end a text or a turn, or None."""
-    ignored: Counter[str]
-    """Keys of messages that the chat template does not use -> number of conversations so far."""
 
     @abstractmethod
-    def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
-        """The tokens of each document. `first`: these are the first documents of the data.
+    def encode(self, documents: Sequence[Document], seen: Seen, *, first: bool) -> list[Encoded]:
+        """The tokens of each document. `first`: these are the first documents of the data. `seen` gets the keys of
+        messages that the chat template does not use, and remarks.
 
         Raises ConfigError for a conversation that the template refuses.
         """
-
-    def remarks(self) -> list[str]:
-        """What a user should know about the conversations since the last call."""
-        return []
 
     @abstractmethod
     def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
@@ -107,10 +102,7 @@ class ByteTokenizer(Tokenizer):
     vocabulary = VOCABULARY
     key = BYTES
 
-    def __init__(self) -> None:
-        self.ignored = Counter()
-
-    def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
+    def encode(self, documents: Sequence[Document], seen: Seen, *, first: bool) -> list[Encoded]:
         encoded = []
         for document in documents:
             if document.messages:
@@ -161,7 +153,6 @@ class ModelTokenizer(Tokenizer):
         self._tokenizer = tokenizer
         self._before, self._after = _specials(tokenizer)
         self._chat = ChatTemplate(tokenizer)
-        self.ignored = self._chat.ignored
         # Conversations end turns with a token of their own, which may differ from the one that ends a text.
         self.end = sorted({*self._after[-1:], *self._chat.ends()}) or None
         self.name = f"{type(tokenizer).__name__} of {directory}, {len(tokenizer):,} tokens"
@@ -173,15 +164,10 @@ class ModelTokenizer(Tokenizer):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         self.key = digest.hexdigest()
 
-    def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
+    def encode(self, documents: Sequence[Document], seen: Seen, *, first: bool) -> list[Encoded]:
         if any(document.messages for document in documents):
-            return [self._chat.encode(d) if d.messages else self._texts([d])[0] for d in documents]
+            return [self._chat.encode(d, seen) if d.messages else self._texts([d])[0] for d in documents]
         return self._texts(documents)
-
-    def remarks(self) -> list[str]:
-        found = [remark.format(count=count) for remark, count in self._chat.remarks.items()]
-        self._chat.remarks.clear()
-        return found
 
     def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
         if chat:

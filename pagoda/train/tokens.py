@@ -6,9 +6,10 @@ name is a hash of everything that decides the tokens: the content of the files, 
 appears complete or not at all. Data and tokens are read whole each time they are opened, to compare the hashes.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,18 +23,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from pagoda.checkpoint.directory import committed
 from pagoda.errors import ConfigError, StorageError
-from pagoda.memory.files import sync_descriptor, write_durably
+from pagoda.memory.files import read_regular, sync_descriptor, write_durably
+from pagoda.memory.forms import whole, with_hash
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.records import Document
 from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 4
+_FORMAT = 8
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
-_HASH = "hash"
-"""Key in about.json: the hash of everything else in it."""
-_READ_BYTES = 1 << 20
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
 """Documents are tokenised in batches of at most this size. Larger batches take more RAM; smaller ones leave cores
 idle."""
@@ -62,8 +61,6 @@ class About:
     """The largest id plus one."""
     seen: Seen
     """What was read, and what was left out and why."""
-    remarks: Sequence[str] = ()
-    """What a user should know about the conversations."""
     fingerprint: str = ""
     """Hash of tokens and ends. A resumed run uses it to check that it reads the same data."""
 
@@ -119,16 +116,14 @@ def open_tokens(
 def _opened(place: Path) -> Tokens:
     """Map the files of a cache entry. Raises ConfigError if they are damaged."""
     try:
-        facts = json.loads((place / _ABOUT).read_text())
-        whole = facts.pop(_HASH) == _hash(facts)
+        facts = whole(read_regular(place / _ABOUT))
         known = About(**{**facts, "seen": Seen(**facts["seen"])})
         ids = np.memmap(place / _TOKENS, dtype=f"int{8 * known.itemsize}", mode="r", shape=(known.tokens,))
         ends = np.memmap(place / _ENDS, dtype=np.int64, mode="r", shape=(known.documents,))
-        whole &= known.fingerprint == "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if known.fingerprint != "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends)):
+            raise ValueError("not those that were written")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the tokens in {place} are damaged ({error}): delete that directory") from error
-    if not whole:
-        raise ConfigError(f"the tokens in {place} are damaged (not those that were written): delete that directory")
     return Tokens(known, ids, ends)
 
 
@@ -136,19 +131,14 @@ def _key(source: Source, tokenizer: Tokenizer) -> str:
     """Identifies the tokens of a data set."""
     files = []
     for path in source.files:
-        digest = xxhash.xxh3_128()
         try:
             with path.open("rb") as file:
-                while content := file.read(_READ_BYTES):
-                    digest.update(content)
+                content = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
         except OSError as error:  # it is refused or left out once it is read as text
-            digest.update(str(error).encode())
-        files.append((os.path.realpath(path), digest.hexdigest()))
-    return _hash([_FORMAT, files, source.records, source.column, source.skip_bad, tokenizer.key, np.little_endian])
-
-
-def _hash(content: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+            content = str(error)
+        files.append((os.path.realpath(path), content))
+    facts = [_FORMAT, files, source.records, source.column, source.skip_bad, tokenizer.key, np.little_endian]
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
 
 class _Writer:
@@ -192,13 +182,10 @@ class _Writer:
                 f"data {self._source.name!r} holds no text{f' ({why})' if why else ''}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
             )
-        about.remarks = self._tokenizer.remarks()
-        about.seen.ignored.update(self._tokenizer.ignored)
-        self._tokenizer.ignored.clear()
         about.files -= len(about.seen.skipped) - len(self._source.skipped)
         about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
-        facts = json.loads(json.dumps({**vars(about), "seen": vars(about.seen)}))
-        write_durably(self._folder / _ABOUT, json.dumps({**facts, _HASH: _hash(facts)}, indent=1).encode())
+        facts = with_hash({**vars(about), "seen": vars(about.seen)})
+        write_durably(self._folder / _ABOUT, json.dumps(facts, indent=1).encode())
 
     def _write_batch(self, batch: list[Document], tokens: BinaryIO, ends: BinaryIO) -> None:
         about = self._about
@@ -231,7 +218,7 @@ class _Writer:
         one_by_one = self._source.skip_bad and any(document.messages for document in batch)
         for some in ([document] for document in batch) if one_by_one else [batch]:
             try:
-                encoded = self._tokenizer.encode(some, first=not self._about.tokens)
+                encoded = self._tokenizer.encode(some, self._about.seen, first=not self._about.tokens)
             except ConfigError as error:
                 if not one_by_one:
                     raise

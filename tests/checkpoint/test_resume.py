@@ -298,15 +298,6 @@ def damaged(saved: Path, copy: Path, **changes: object) -> Path:
     return copy
 
 
-def test_a_checkpoint_with_the_former_8_bit_moments_is_refused_with_the_way_out(saved: Path, tmp_path: Path) -> None:
-    former = ["weight", "weight_low", "exp_avg_8bit", "exp_avg_sq_8bit", "exp_avg_scale", "exp_avg_sq_scale"]
-    copy = damaged(saved, tmp_path / "former", states=former)
-    for name in former[2:]:
-        shutil.copy(copy / "exp_avg.safetensors", copy / f"{name}.safetensors")
-    with pytest.raises(pagoda.CheckpointError, match=r"exp_avg_8bit.*save_state_dict.*load_state_dict"):
-        Run(Recipe("llama", moments="8bit"), RESIDENT).load(copy)
-
-
 def test_a_manifest_with_values_that_cannot_be_used_is_refused(saved: Path, tmp_path: Path) -> None:
     content = json.loads((saved / MANIFEST).read_text())
     steps, rng, (group,) = content["steps"], content["rng"], content["param_groups"]

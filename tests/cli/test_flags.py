@@ -47,7 +47,7 @@ def settings(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 def docstring(kind: Any, name: str) -> str:
     """What stands below the field, in the class that says it."""
     for cls in kind.__mro__[:-1]:
-        (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body
+        (definition,) = ast.parse(inspect.getsource(cls)).body
         body = definition.body
         for field, below in pairwise(body):
             if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == name and isinstance(below, ast.Expr):

@@ -13,6 +13,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from pagoda.errors import ConfigError
 from pagoda.train.chat import ChatTemplate
 from pagoda.train.records import Document
+from pagoda.train.seen import Seen
 from tests.text_files import CHATML, MARKED, chats, tokenizer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -26,7 +27,7 @@ def with_template(name: str) -> PreTrainedTokenizerFast:
 
 
 def mine(made: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    ids = ChatTemplate(made).encode(Document("a line", messages=tuple(messages)))
+    ids = ChatTemplate(made).encode(Document("a line", messages=tuple(messages)), Seen())
     return np.where(ids < 0, ~ids, ids).tolist(), (ids >= 0).astype(int).tolist()
 
 
@@ -93,11 +94,11 @@ def talk(*contents: str, first: str = "user") -> list[dict[str, Any]]:
 def counted(template: str, messages: list[dict[str, Any]], **more: Any) -> tuple[list[str], list[str]]:
     """The parts of a conversation that the loss counts, and the remarks."""
     made = tokenizer(template)
-    chat = ChatTemplate(made)
-    ids = chat.encode(Document("a line", messages=tuple(messages), **more))
+    seen = Seen()
+    ids = ChatTemplate(made).encode(Document("a line", messages=tuple(messages), **more), seen)
     edges = np.flatnonzero(np.diff(ids >= 0)) + 1
     parts = [made.decode(part) for part in np.split(ids, edges) if part[0] >= 0]
-    return parts, [remark.partition(":")[0] for remark in chat.remarks]
+    return parts, [remark.partition(":")[0] for remark in seen.remarks]
 
 
 TWO = talk("hi", "yes", "and", "no")

@@ -18,6 +18,8 @@ from pagoda.cli.main import main
 from pagoda.cli.report import server_of
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
+from pagoda.forecast.record import as_lines
+from pagoda.memory.forms import whole
 from pagoda.memory.sizes import format_bytes
 from pagoda.schedule.served import add_counts, hit_rate
 from pagoda.train.report import report
@@ -91,10 +93,10 @@ def test_lanes_are_drawn_as_predicted_above_as_measured(directory: Path, page: s
     measured = drawn(page, "Measured, step 3")
     assert "Predicted" not in measured
     run = shutil.copytree(directory, tmp_path / "run")
-    plan = json.loads((run / "plan.json").read_text())
+    plan = whole((run / "plan.json").read_bytes())
     spans = [["ssd_read", "fetch", 0.1, 0.2], ["compute", "forward", 0.2, 0.4], ["compute", "backward", 0.4, 0.5]]
     plan["timeline"] = {"step_s": 0.5, "busy_s": {"compute": 0.3, "ssd_read": 0.1}, "stall_s": {}, "spans": spans}
-    (run / "plan.json").write_text(json.dumps(plan))
+    (run / "plan.json").write_text(as_lines(plan))
     page = report(run)
     both = drawn(page, "Predicted: 500.0 ms")
     assert both.index(">Predicted") < both.index(">Measured, step 3")
@@ -199,23 +201,14 @@ def test_the_live_page_is_only_for_this_machine_and_a_browser_that_hangs_up_is_n
     assert capsys.readouterr().err == ""
 
 
-DAMAGES: dict[str, tuple[str, str, str]] = {
-    "a plan without units": ("plan.json", '"units"', '"unit"'),
-    "a budget that is text": ("plan.json", '"host": 1048576', '"host": "1MiB"'),
-    "a step of no seconds": ("timeline.json", '"step_s": ', '"step_s": -'),
-    "a span without an end": ("timeline.json", "]]", ", 1]]"),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGES)
-def test_a_malformed_file_is_named(case: str, directory: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_changed_is_named(directory: Path, tmp_path: Path) -> None:
     run = shutil.copytree(directory, tmp_path / "run")
-    name, old, new = DAMAGES[case]
-    text = (run / name).read_text()
-    assert old in text
-    (run / name).write_text(text.replace(old, new, 1))
-    with pytest.raises(ConfigError, match=rf"{name} is damaged"):
-        report(run)
+    for name, old, new in (("timeline.json", '"step_s": ', '"step_s": -'), ("plan.json", "1048576", '"1MiB"')):
+        text = (run / name).read_text()
+        assert old in text
+        (run / name).write_text(text.replace(old, new, 1))
+        with pytest.raises(ConfigError, match=rf"{name} is damaged"):
+            report(run)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
