@@ -56,7 +56,7 @@ def _is_of(kind: Any, value: Any) -> bool:
         kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
         return len(kinds) == len(value) and all(map(_is_of, kinds, value))
     if kind in (str, Path):
-        return isinstance(value, str) and is_text(value)
+        return isinstance(value, str) and is_text(value) and (kind is str or value != "")
     if kind is float:
         return type(value) is float or (type(value) is int and abs(value) < _MOST)
     if kind is int:

@@ -9,7 +9,7 @@ appears complete or not at all. Data and tokens are read whole each time they ar
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +29,7 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 4
+_FORMAT = 5
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _HASH = "hash"
 """Key in about.json: the hash of everything else in it."""
@@ -108,16 +108,21 @@ def open_tokens(
                 if not place.exists():
                     with committed(place) as folder:
                         _Writer(folder, source, tokenizer).write(console or Console(quiet=True))
+                        if _key(source, tokenizer) != place.name:
+                            raise ConfigError(f"data {name!r} changed while it was read: try again once it is written")
         except OSError as error:
             raise StorageError(
                 f"the tokens of {name!r} cannot be kept in {root}: {error.__cause__ or error}. They take 2 to 4 bytes "
                 "each; name another directory with --cache"
             ) from error
-    return _opened(place)
+    return _opened(place, source, tokenizer)
 
 
-def _opened(place: Path) -> Tokens:
-    """Map the files of a cache entry. Raises ConfigError if they are damaged."""
+def _opened(place: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
+    """Map the files of a cache entry. They may have been written for other names of the same files.
+
+    Raises ConfigError if they are damaged.
+    """
     try:
         facts = json.loads((place / _ABOUT).read_text())
         whole = facts.pop(_HASH) == _hash(facts)
@@ -129,6 +134,8 @@ def _opened(place: Path) -> Tokens:
         raise ConfigError(f"the tokens in {place} are damaged ({error}): delete that directory") from error
     if not whole:
         raise ConfigError(f"the tokens in {place} are damaged (not those that were written): delete that directory")
+    known.source, known.tokenizer = source.name, tokenizer.name
+    known.seen.skipped = [*source.skipped, *known.seen.skipped]
     return Tokens(known, ids, ends)
 
 
@@ -163,7 +170,7 @@ class _Writer:
             itemsize=2 if tokenizer.vocabulary <= 1 << 15 else 4,
             files=len(source.files),
             separates=tokenizer.separates,
-            seen=Seen(skipped=[*source.skipped]),
+            seen=Seen(),
         )
 
     def write(self, console: Console) -> None:
@@ -187,7 +194,7 @@ class _Writer:
                 sync_descriptor(file.fileno(), self._folder)
         about = self._about
         if not about.documents:
-            why = "; ".join(about.seen.lines())
+            why = "; ".join(replace(about.seen, skipped=[*self._source.skipped, *about.seen.skipped]).lines())
             raise ConfigError(
                 f"data {self._source.name!r} holds no text{f' ({why})' if why else ''}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
@@ -195,7 +202,7 @@ class _Writer:
         about.remarks = self._tokenizer.remarks()
         about.seen.ignored.update(self._tokenizer.ignored)
         self._tokenizer.ignored.clear()
-        about.files -= len(about.seen.skipped) - len(self._source.skipped)
+        about.files -= len(about.seen.skipped)
         about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
         facts = json.loads(json.dumps({**vars(about), "seen": vars(about.seen)}))
         write_durably(self._folder / _ABOUT, json.dumps({**facts, _HASH: _hash(facts)}, indent=1).encode())
