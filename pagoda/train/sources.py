@@ -69,7 +69,9 @@ def find(name: str, column: str | None = None, skip_bad: bool = False) -> Source
     elif path.exists():
         raise ConfigError(f"data {name!r} is a pipe or a device, which cannot be read twice: write it to a file first")
     elif matches := glob.glob(name, recursive=True):  # wildcards match no hidden entries
-        root, found = Path(Path(name).anchor), {Path(match) for match in matches}
+        # "**" follows links to folders, which may lead to the same ones again.
+        paths = map(Path, sorted(matches, key=len, reverse=True))
+        root, found = Path(path.anchor), {(os.path.realpath(p.parent), p.name): p for p in paths}.values()
     else:
         raise ConfigError(
             f"data {name!r} does not exist: give a file, a folder, a glob in quotes, or 'stdlib'{_nearby(path)}"

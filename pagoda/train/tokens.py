@@ -29,7 +29,7 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 5
+_FORMAT = 6
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _HASH = "hash"
 """Key in about.json: the hash of everything else in it."""
