@@ -70,7 +70,7 @@ def find(name: str, column: str | None = None, skip_bad: bool = False) -> Source
         raise ConfigError(f"data {name!r} is a pipe or a device, which cannot be read twice: write it to a file first")
     elif matches := glob.glob(name, recursive=True):  # wildcards match no hidden entries
         # "**" follows links to folders, which may lead to the same ones again.
-        paths = map(Path, sorted(matches, key=len, reverse=True))
+        paths = map(Path, sorted(matches, key=lambda match: (len(match), match), reverse=True))
         root, found = Path(path.anchor), {(os.path.realpath(p.parent), p.name): p for p in paths}.values()
     else:
         raise ConfigError(

@@ -29,7 +29,7 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 6
+_FORMAT = 7
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _HASH = "hash"
 """Key in about.json: the hash of everything else in it."""
@@ -50,8 +50,6 @@ class About:
     tokens: int = 0
     targets: int = 0
     """Number of tokens that the loss counts."""
-    target_bytes: int = 0
-    """Bytes of UTF-8 in the text of these tokens."""
     documents: int = 0
     files: int
     chats: bool = False
@@ -220,7 +218,6 @@ class _Writer:
             kept.append(ids)
             about.tokens += len(ids)
             about.targets += counted
-            about.target_bytes += _text_bytes(document) if about.separates else len(ids)
             if document.ends:
                 stops.append(about.tokens)
         if not kept:
@@ -271,9 +268,3 @@ def _untrained(document: Document) -> str:
     if not any(message["role"] == "assistant" and message.get("train", True) for message in document.messages):
         return "no message of its assistant is to be trained on"
     return "the chat template writes none of its assistant's turns as the model would"
-
-
-def _text_bytes(document: Document) -> int:
-    """Bytes of text that the loss counts."""
-    spoken = (m["content"] for m in document.messages if m["role"] == "assistant" and m.get("train", True))
-    return sum(len(text.encode()) for text in (document.text, *spoken))
