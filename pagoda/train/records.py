@@ -37,6 +37,8 @@ _OTHER_UNICODE = {
 }
 """Encodings -> how their files begin. UTF-32 is first, because one of its marks begins like one of UTF-16."""
 _MOST_LISTED = 12
+_BATCH_ROWS = 1024
+"""Rows of Parquet that are read at a time."""
 _TEXTS = ("text", "content")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _PAIRS = {"instruction": "output", "prompt": "completion", "question": "answer"}
@@ -197,7 +199,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
 def _columnar_rows(path: Path, kind: str) -> Iterator[tuple[str, Any, int]]:
     datasets = needed("datasets", f"{path} is {kind}, which needs datasets: pip install 'pagoda-train[train]'")
     try:
-        rows = datasets.load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
+        # By default, a batch is the first row group, which may be large, or empty and then refused.
+        how = {"batch_size": _BATCH_ROWS} if kind == "parquet" else {}
+        rows = datasets.load_dataset(kind, data_files=[str(path)], split="train", streaming=True, **how)
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row, 0
     except Exception as error:  # pyarrow and datasets have many kinds of errors for damaged files

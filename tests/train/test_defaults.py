@@ -110,7 +110,7 @@ def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restar
     console = Console(file=io.StringIO(), width=300)
     again = TrainConfig(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)
     assert run(again, console) is None
-    assert "has finished: 3 of 3 steps are done" in console.file.getvalue()
+    assert "has finished: 3 steps are done, and --steps is 3" in console.file.getvalue()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     with pytest.raises(ConfigError, match="name its directory with --out"):
         run(TrainConfig(model=str(folder / "model"), **given))

@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -276,6 +277,12 @@ def message(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "assistant", "content": "a", **fields}]}).encode()
 
 
+def parquet(**columns: list[str]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns, schema=pyarrow.schema(dict.fromkeys(columns, "string"))), sink)
+    return bytes(sink.getvalue())
+
+
 BROKEN: dict[str, tuple[str, bytes, str]] = {
     "not JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
     "no object": ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: a list where a record"),
@@ -303,6 +310,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "broken array": ("a.json", b'[{"text": "a"},', "not JSON"),
     "fields too many": ("a.csv", b"text,id\na,1\nb,2,3\n", "line 3: not as many fields as the 2"),
     "an open quote": ("a.csv", b'text,id\na,1\n"b,2\n', "line .: not CSV"),
+    "Parquet without rows": ("a.parquet", parquet(text=[]), "holds no text"),
     "no Parquet": ("a.parquet", b"PAR1 is not enough", "cannot be read as parquet"),
     "no Arrow": ("a.arrow", b"\xff\xff\xff\xff\0\0", "cannot be read as arrow"),
     "not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", "line 3: not UTF-8"),
