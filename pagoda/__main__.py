@@ -13,7 +13,7 @@ def main() -> int:
         print(f"pagoda {pagoda.__version__}")
         return 0
     spin_briefly()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a run does not end for a sample that cannot be shown
     from pagoda.cli import main as run  # may import torch, which reads how long its threads spin
 

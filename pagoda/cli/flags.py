@@ -3,7 +3,7 @@
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
@@ -25,6 +25,7 @@ _OF_MEMORY = (
     *("--chunked", "--optim.moments"),
 )
 """How flags begin that decide how much memory a run takes."""
+_MAY_BE_EMPTY = ("--prompt", "--system")
 _WIDTH = 100
 _ENTRY = re.compile(r"  (-|[A-Z][A-Z_|]+( |$))")
 """How a flag or a positional argument begins in tyro's help, if that is not shown in a terminal."""
@@ -55,6 +56,17 @@ def parsed(config: Callable[..., _T], args: list[str], prog: str, default: _T | 
             raise ConfigError(f"{_in_one_line(complaint.getvalue())} ({prog} --help lists all flags)") from None
         print(_in_groups(shown.getvalue(), prog), end="")
         raise
+
+
+def check_not_empty(args: Sequence[str]) -> None:
+    """Raises ConfigError for an empty value, such as that of a variable of the shell that is not set. As a path, it
+    would be the current directory."""
+    name = ""
+    for arg in args:
+        before, equals, value = arg.partition("=")
+        name = before if arg.startswith("--") else name
+        if not (value if arg.startswith("--") and equals else arg) and name not in _MAY_BE_EMPTY:
+            raise ConfigError(f"{name or 'an argument'} is empty: give a value, or leave it out")
 
 
 def with_flags(message: str, config: type | None) -> str:

@@ -60,8 +60,21 @@ def run(config: GcConfig, console: Console) -> int:
 
 
 def _checkpoints_below(path: Path) -> Iterator[str]:
-    """Ids of the checkpoints in a directory and below it."""
-    ids = [id_ for manifest in path.rglob(MANIFEST) if (id_ := checkpoint_id_of(manifest.parent)) is not None]
+    """Ids of the checkpoints in a directory and below it, also where links lead."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise ConfigError(f"--keep {path}: {error.filename} cannot be read: {error.strerror}; nothing was deleted")
+
+    ids: list[str] = []
+    seen: set[str] = set()
+    for place, folders, files in os.walk(path, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:  # links may lead in a circle
+            folders.clear()
+            continue
+        seen.add(real)
+        if MANIFEST in files and (id_ := checkpoint_id_of(Path(place))) is not None:
+            ids.append(id_)
     if not ids:
         raise ConfigError(f"--keep {path}: there is no checkpoint at this path; nothing was deleted")
     yield from ids

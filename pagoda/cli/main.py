@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
-from pagoda.cli.flags import parsed, with_flags
+from pagoda.cli.flags import check_not_empty, parsed, with_flags
 from pagoda.cli.train import defaults_of
 from pagoda.config.commands import (
     CalibrateConfig,
@@ -115,6 +115,12 @@ def _run(args: Sequence[str]) -> int:
             return code
     except PagodaError as error:
         return _tell(with_flags(str(error), settings), USER_ERROR)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None:  # no file or directory that a user could name
+            raise
+        return _tell(f"{error.filename} cannot be used: {error.strerror}", USER_ERROR)
     except KeyboardInterrupt:
         return _tell(interrupted, _INTERRUPTED)
 
@@ -154,6 +160,7 @@ def parse(args: Sequence[str]) -> tuple[Command, Any]:
         names = [command.name for command in COMMANDS]
         given = f"there is no command {name!r}." if name else "a command is missing."
         raise unknown_name(name, names, given, f"Commands: {', '.join(names)}. `pagoda --help` describes them.")
+    check_not_empty(flags)
     default = command.defaults(flags) if command.defaults else None
     return command, parsed(command.config, flags, f"pagoda {name}", default)
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, replace
 
 from rich.console import Console
 
+from pagoda.cli.flags import with_flags
+from pagoda.errors import BudgetError
 from pagoda.forecast.config import PlanConfig
 
 DOES_NOT_FIT = 1
@@ -44,6 +46,8 @@ def run(config: PlanConfig, console: Console) -> int:
     made = forecast(config, machine, described=described) if pipeline is None else pipeline.slowest
     made = replace(made, resolved=(*resolved, *made.resolved))
     advice = advise(made)
+    if made.refusal is not None:
+        made = replace(made, refusal=BudgetError(with_flags(str(made.refusal), PlanConfig)))
     if config.json:
         print(as_lines({**as_json(made, advice), "pipeline": pipeline and pipeline.as_json()}), end="")
     else:

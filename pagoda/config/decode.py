@@ -23,10 +23,10 @@ def decoded(kind: type[_T], settings: Any, prefix: str = "", of: str = "the conf
     if not isinstance(settings, dict):
         where = f" as {prefix.rstrip('.')}" if prefix else ""
         raise ConfigError(
-            f"{of} has{where} {short(settings)}, which is not an object with the settings of {kind.__name__}"
+            f"{of} has {short(settings)}{where}, which is not an object with the settings of {kind.__name__}"
         )
     hints = get_type_hints(kind)
-    if unknown := sorted(map(str, settings.keys() - hints.keys())):  # in YAML, a key may be no text
+    if unknown := sorted(f"'{prefix}{key}'" for key in settings.keys() - hints.keys()):  # in YAML, a key may be no text
         raise ConfigError(f"{of} has unknown settings: {', '.join(unknown)[:200]}")
     needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
     if missing := sorted(needed - settings.keys()):
@@ -56,7 +56,7 @@ def _is_of(kind: Any, value: Any) -> bool:
         kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
         return len(kinds) == len(value) and all(map(_is_of, kinds, value))
     if kind in (str, Path):
-        return isinstance(value, str) and is_text(value)
+        return isinstance(value, str) and is_text(value) and (kind is str or value != "")
     if kind is float:
         return type(value) is float or (type(value) is int and abs(value) < _MOST)
     if kind is int:

@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import Any
@@ -164,6 +165,35 @@ class ChatTemplate:
         return variant
 
     def _render(self, chat: _Chat, messages: list[Message], prompt: bool = False) -> tuple[str, list[Span]]:
+        """What the template writes, and which parts of it are between generation markers. Without a generation prompt
+        that was not asked for."""
+        text, marked = self._written(chat, messages, prompt)
+        return (text if prompt or self._marked else text.removesuffix(self._unasked)), marked
+
+    @cached_property
+    def _unasked(self) -> str:
+        """The generation prompt that the template writes after every conversation, as that of the first Llama 3 does.
+        Empty if it writes one only where it is asked for."""
+        user, assistant = ({"role": role, "content": _stand_in(at)} for at, role in enumerate(("user", _ASSISTANT)))
+        chat = _Chat("", [user], None)
+        try:
+            plain, asked, whole = (
+                self._written(chat, messages, prompt)[0]
+                for messages, prompt in (([user], False), ([user], True), ([user, assistant], False))
+            )
+            before, _, after = whole.partition(_stand_in(1))
+            found = self._tokenizer(after, add_special_tokens=False, return_offsets_mapping=True)
+        except (ConfigError, NotImplementedError):  # `encode` refuses them
+            return ""
+        if plain != asked or before.rstrip() != plain.rstrip():
+            return ""
+        # The first added token ends the turn.
+        places = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        end = next((stop for id_, (_, stop) in places if id_ in self._added), len(after))
+        rest = after[end:].lstrip()
+        return rest if plain.endswith(rest) else ""
+
+    def _written(self, chat: _Chat, messages: list[Message], prompt: bool) -> tuple[str, list[Span]]:
         """What the template writes, and which parts of it are between generation markers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 

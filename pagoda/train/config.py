@@ -38,7 +38,7 @@ have moved, because a checkpoint identifies its tokens. Settings under `memory` 
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 _EVALUATIONS = 10
-"""Number of evaluations in a run, unless `eval_every` is given."""
+"""Most evaluations in a run after the first step, unless `eval_every` is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class TrainConfig(Reading, SizedRun):
     @property
     def evaluates_every(self) -> int:
         """Steps from one evaluation to the next."""
-        return self.eval_every or max(1, self.steps // _EVALUATIONS)
+        return self.eval_every or max(1, math.ceil(self.steps / _EVALUATIONS))
 
     def settings(self) -> dict[str, Any]:
         """All settings in JSON's types. `from_settings` reads them into an equal configuration."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from pagoda.mesh.mesh import Mesh
-from pagoda.train.data import Batches
-from pagoda.train.metrics import EVALUATION_FORM, Entry, read_metrics
+from pagoda.train.data import IGNORED, Batches
+from pagoda.train.metrics import Entry, read_evaluations
 from pagoda.train.ranks import from_all
 from pagoda.train.session import Session
+from pagoda.train.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Evaluation(Entry):
     sequences: int
     tokens: int
     """Tokens that the loss counts."""
+    data: str
+    """Identifies the sequences. Losses on others are not compared."""
     seconds: float
 
     def __str__(self) -> str:
@@ -40,9 +44,14 @@ class Evaluation(Entry):
 class Evaluator:
     """Measures the loss on rows, which are divided over the ranks of a run."""
 
-    def __init__(self, batches: Batches, mesh: Mesh, sequence_parallel: int = 1) -> None:
+    def __init__(self, batches: Batches, tokenizer: Tokenizer, mesh: Mesh, sequence_parallel: int = 1) -> None:
         """`sequence_parallel`: number of ranks that divide each row. Each has a part of its loss."""
         self._batches, self._mesh, self._divided = batches, mesh, sequence_parallel
+        self._nbytes = _text_bytes(batches, tokenizer)
+        digest = xxhash.xxh3_64(batches.rows.tokens.about.fingerprint.encode())
+        for bounds in (batches.rows.starts, batches.rows.stops):
+            digest.update(np.ascontiguousarray(bounds).data)
+        self.data = digest.hexdigest()
         count = len(batches.rows)
         # All ranks must call the model equally often, so a rank with fewer rows has batches without any.
         calls = -(-count // (batches.batch_size * batches.ranks))
@@ -64,21 +73,33 @@ class Evaluator:
         found = every[-self._mesh.size :: self._mesh.ranks.tensor_parallel]
         counts = sum(count for _, count in found)
         tokens, loss = counts // self._divided, math.fsum(part for part, _ in found) / counts
-        about = self._batches.rows.tokens.about
         return Evaluation(
             step=step,
             loss=loss,
             perplexity=math.exp(loss) if loss < 700 else math.inf,
-            bits_per_byte=loss / math.log(2) / (about.target_bytes / max(1, about.targets)),
+            bits_per_byte=loss * tokens / math.log(2) / max(1, self._nbytes),
             sequences=len(self._batches.rows),
             tokens=tokens,
+            data=self.data,
             seconds=time.perf_counter() - started,
         )
 
 
-def read_losses(path: Path, until: int) -> list[tuple[int, float]]:
-    """(step, loss) of each evaluation in a file, up to step `until`."""
-    known = [(line["step"], line["loss"]) for line in read_metrics(path, EVALUATION_FORM) if line["step"] <= until]
+def _text_bytes(batches: Batches, tokenizer: Tokenizer) -> int:
+    """Bytes of the text of all tokens that the loss counts."""
+    nbytes = 0
+    for row in range(len(batches.rows)):
+        labels = batches.of_rows(np.array([row]))["labels"][0].numpy()
+        if not batches.continued:
+            labels = labels[1:]
+        edges = np.flatnonzero(np.diff(labels != IGNORED)) + 1
+        nbytes += sum(tokenizer.nbytes(part.tolist()) for part in np.split(labels, edges) if part[0] != IGNORED)
+    return nbytes
+
+
+def read_losses(path: Path, until: int, data: str) -> list[tuple[int, float]]:
+    """(step, loss) of each evaluation on the sequences `data` in a file, up to step `until`."""
+    known = [(line["step"], line["loss"]) for line in read_evaluations(path, data) if line["step"] <= until]
     return [(step, math.inf if loss is None else loss) for step, loss in known]
 
 

@@ -80,9 +80,11 @@ def prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str | list[Messag
     has no chat template.
     """
     try:
-        ids, positions = tokenizer.prompt(prompt, chat), _positions(model)
+        for text in [prompt] if isinstance(prompt, str) else (message["content"] for message in prompt):
+            text.encode()
     except UnicodeEncodeError as error:  # the command line had bytes that are not UTF-8
         raise ConfigError(f"--prompt is not UTF-8 text: {error}") from error
+    ids, positions = tokenizer.prompt(prompt, chat), _positions(model)
     if not ids:
         raise ConfigError("--prompt is empty, and the tokenizer puts no token before a text: give some text")
     if positions is not None and len(ids) >= positions:

@@ -21,6 +21,7 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first, ranks_with_batches
+from pagoda.train.seen import many
 from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
@@ -210,10 +211,10 @@ def _check_vocabulary(config: TrainConfig, model: nn.Module, tokens: Tokens) -> 
 def described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
     """Messages about what was read from the files, and what was ignored or left out."""
     about = tokens.about
-    kind = "conversations" if about.chats else "documents"
+    kind = "conversation" if about.chats else "document"
     lines = [
         f"Tokens: {tokenizer.name}",
-        f"Data: {about.source}, {about.documents:,} {kind} in {about.files:,} file{'s' * (about.files != 1)}, "
+        f"Data: {about.source}, {many(about.documents, kind)} in {many(about.files, 'file')}, "
         f"{about.tokens:,} tokens, of which the loss counts {about.targets / about.tokens:.0%}",
     ]
     if about.separates:
@@ -235,6 +236,8 @@ def sequences(rows: Rows) -> list[str]:
             f"longest {rows.longest:,}: they are cut"
         )
     if rows.dropped:
-        what = "conversations" if about.chats else "sequences"
-        lines.append(f"Left out {rows.dropped:,} {what} in which the loss counts no token")
+        what = many(rows.dropped, "conversation" if about.chats else "sequence")
+        lines.append(f"Left out {what} in which the loss counts no token")
+    if not about.chats and (rest := len(rows.tokens) % rows.length):
+        lines.append(f"Left out the last {many(rest, 'token')}, less than a sequence")
     return lines

@@ -69,8 +69,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
         output.instead = run_dir.output
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
         if beginning.done >= config.steps:
-            finished = f"The run in {run_dir.path} has finished: {beginning.done} of {config.steps} steps are done."
-            say(console, f"{finished} Give a larger --steps to continue it.")
+            done = f"The run in {run_dir.path} has finished: {beginning.done:,} steps are done"
+            say(console, f"{done}, and --steps is {config.steps:,}. Give a larger --steps to continue it.")
             return None
         return _run(config, run_dir, beginning, mesh, console)
 

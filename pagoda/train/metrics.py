@@ -220,6 +220,14 @@ def read_metrics(path: Path, form: Mapping[str, Form] = _ANY) -> list[dict[str, 
         return [metrics for _, metrics in _lines(path) if has_form(metrics, form)] if path.exists() else []
 
 
+def read_evaluations(path: Path, data: str | None = None) -> list[dict[str, Any]]:
+    """The lines of evaluations whose losses can be compared: those on the sequences `data`, or on those of the last
+    line."""
+    lines = read_metrics(path, EVALUATION_FORM)
+    data = data or (lines[-1].get("data") if lines else None)
+    return [line for line in lines if line.get("data") == data]
+
+
 def has_form(found: Mapping[str, Any], form: Mapping[str, Form]) -> bool:
     """Whether the entries that `form` names are there and have their form."""
     try:

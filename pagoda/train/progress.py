@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -136,20 +137,20 @@ class Progress(Bar):
         self._steps = steps
         self._left = steps - done
         self._every = max(1, min(self._left // _PLAIN_LINES, _PLAIN_EVERY))
-        self._elapsed_s = 0.0
+        self._began = time.monotonic()
         self._seen = 0
         self._task = self.add_task("train", total=steps, completed=done, figures="")
 
     def show(self, metrics: StepMetrics) -> None:
         """Show one finished step."""
         self._seen += 1
-        self._elapsed_s += metrics.step_s
         balance = "" if metrics.aux_loss is None else f"balance {metrics.aux_loss:.3f}  "
         figures = f"loss {metrics.loss:.4f}  {balance}{metrics.tokens_per_s:,.0f} tokens/s  {_stalls(metrics)}"
         if self.console.is_terminal:
             self.update(self._task, completed=metrics.step, figures=figures)
         elif self._seen == 1 or metrics.step % self._every == 0 or metrics.step == self._steps:
-            left_s = (self._left - self._seen) * self._elapsed_s / self._seen
+            elapsed_s = time.monotonic() - self._began  # with evaluations and checkpoints, as what is left
+            left_s = (self._left - self._seen) * elapsed_s / self._seen
             say(self.console, f"step {metrics.step}/{self._steps}  {figures}  {timedelta(seconds=round(left_s))} left")
 
 

@@ -15,10 +15,12 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, TypeAlias
 
 from pagoda.errors import ConfigError, needed
@@ -29,7 +31,14 @@ RECORDS = {".arrow": "arrow", ".feather": "arrow", ".parquet": "parquet", ".json
 TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv"}
 """Formats that also occur among source code. They hold records if they are named, or make up most of a folder."""
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4"})
+_OTHER_UNICODE = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
+"""Encodings -> how their files begin. UTF-32 is first, because one of its marks begins like one of UTF-16."""
 _MOST_LISTED = 12
+_BATCH_ROWS = 1024
+"""Rows of Parquet that are read at a time."""
 _TEXTS = ("text", "content")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _PAIRS = {"instruction": "output", "prompt": "completion", "question": "answer"}
@@ -112,7 +121,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
     if first[:1] == b"[" and (second is None or not _is_json(first)):
         try:
             with opened(path) as file:
-                entries = json.load(file)
+                entries = _parsed(file.read())
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not JSON: {error}") from error
         if entries and all(map(_is_message, entries)):
@@ -129,15 +138,33 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = _parsed(line)
             except (ValueError, RecursionError) as error:
-                row = ConfigError(f"{where}: not JSON: {error}. Each line must be one record")
+                remedy = "Each line must be one record" + ", or the file one list of records" * (second is not None)
+                row = ConfigError(f"{where}: not JSON: {error}. {remedy}")
             yield where, row, position
 
 
-def _is_json(line: bytes) -> bool:
+def _parsed(text: bytes | str) -> Any:
+    """A value in JSON. Raises ValueError, also for an object that has a key twice, of which Python would drop one."""
+    return json.loads(text, object_pairs_hook=_of_pairs)
+
+
+def _of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has the key {_twice(key for key, _ in pairs)!r} twice")
+    return found
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """A name that occurs more than once, or None."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def _is_json(text: bytes | str) -> bool:
     try:
-        json.loads(line)
+        _parsed(text)
     except (ValueError, RecursionError):
         return False
     return True
@@ -156,6 +183,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
         csv.field_size_limit(1 << 30)
         reader = csv.DictReader(lines, delimiter="\t" if suffix(path) == ".tsv" else ",", strict=True)
         try:
+            if (name := _twice(reader.fieldnames or ())) is not None:
+                raise ConfigError(f"{path}, line 1: two columns have the name {name!r}: rename one")
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
                 found: Any = row
@@ -170,7 +199,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
 def _columnar_rows(path: Path, kind: str) -> Iterator[tuple[str, Any, int]]:
     datasets = needed("datasets", f"{path} is {kind}, which needs datasets: pip install 'pagoda-train[train]'")
     try:
-        rows = datasets.load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
+        # By default, a batch is the first row group, which may be large, or empty and then refused.
+        how = {"batch_size": _BATCH_ROWS} if kind == "parquet" else {}
+        rows = datasets.load_dataset(kind, data_files=[str(path)], split="train", streaming=True, **how)
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row, 0
     except Exception as error:  # pyarrow and datasets have many kinds of errors for damaged files
@@ -287,7 +318,7 @@ def _messages(row: dict[str, Any], column: str, where: str) -> list[Message]:
 def _listed(value: Any) -> list[Any] | None:
     """A list, which may be JSON, as in tables. None for anything else."""
     if isinstance(value, str):
-        value = json.loads(value) if value.lstrip()[:1] == "[" and _is_json(value.encode()) else None
+        value = _parsed(value) if value.lstrip()[:1] == "[" and _is_json(value) else None
     return list(value) if isinstance(value, list | tuple) else None
 
 
@@ -356,7 +387,7 @@ def _is_counted(value: Any, what: str, kind: str) -> bool:
     """Whether a message or a record with this weight is to be trained on. Raises ConfigError if that is unclear."""
     word = str(value).strip().lower()
     if word not in (*_COUNTED, *_NOT_COUNTED):
-        raise ConfigError(f"{what} {value!r}: a {kind} is counted (1, true) or not (0, false)")
+        raise ConfigError(f"{what} {short(value)}: a {kind} is counted (1, true) or not (0, false)")
     return word in _COUNTED
 
 
@@ -372,9 +403,10 @@ def _pair(row: dict[str, Any], asked: str, answered: str, where: str) -> Documen
     history = _listed(row.pop("history", None) or ())
     if history is None or any(not isinstance(turn, list | tuple) or len(turn) != 2 for turn in history):
         raise ConfigError(f"{where}: history must be a list of pairs, each of {asked} and {answered}")
-    if not all(isinstance(part, str) for part in (question, answer, more, *chain(*history))):
-        extra = "input and history" if asked == "instruction" else "history"
-        raise ConfigError(f"{where}: {asked}, {answered}, {extra} must be text")
+    parts = [(asked, question), (answered, answer), ("input", more), *(("history", part) for part in chain(*history))]
+    for name, part in parts:
+        if not isinstance(part, str):
+            raise ConfigError(f"{where}: {name} is {short(part)}, not text")
     if more:
         question = f"{question}\n\n{more}"
     messages: list[Message] = []
@@ -386,12 +418,14 @@ def _pair(row: dict[str, Any], asked: str, answered: str, where: str) -> Documen
 def opened(path: Path) -> Any:
     """Open a file to read bytes. Decompresses it if its name says that it is compressed.
 
-    Raises OSError for text in UTF-16. Reading raises it if the file is damaged or cut short.
+    Raises OSError for text in UTF-16 or UTF-32. Reading raises it if the file is damaged or cut short.
     """
     file = _unpacked(path)
-    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        file.close()
-        raise OSError(errno.EILSEQ, "it is UTF-16: convert it, as with iconv -f UTF-16 -t UTF-8")
+    beginning = file.peek(4)[:4]
+    for name, marks in _OTHER_UNICODE.items():
+        if beginning.startswith(marks):
+            file.close()
+            raise OSError(errno.EILSEQ, f"it is {name}: convert it, as with iconv -f {name} -t UTF-8")
     return file
 
 

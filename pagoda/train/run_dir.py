@@ -15,7 +15,7 @@ from pagoda.memory.files import make_directories, read_regular, sync_directory, 
 from pagoda.memory.forms import FormError, whole, with_hash
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
-from pagoda.train.metrics import EVALUATION_FORM, read_metrics
+from pagoda.train.metrics import read_evaluations
 from pagoda.train.settings_file import settings_as_yaml
 
 LOCK = ".pagoda-lock"
@@ -137,7 +137,7 @@ class RunDir:
             return self.latest()
         found = self.all_checkpoints()
         if name == "best":
-            losses = {line["step"]: line["loss"] for line in read_metrics(self.evals, EVALUATION_FORM)}
+            losses = {line["step"]: line["loss"] for line in read_evaluations(self.evals)}
             known = [c for c in found if losses.get(c.step) is not None]
             if not losses:
                 return self.latest()

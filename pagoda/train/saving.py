@@ -142,10 +142,11 @@ class Saving:
             if from_first(self._mesh, "the last checkpoint", lambda: time.monotonic() > until):
                 raise error or CheckpointError(f"the checkpoint after step {step} was not saved: {problem}")
             if problem != reported:
+                why = problem.rstrip(".")
                 say(
                     self._console,
-                    f"The checkpoint after step {step} was not saved: {problem}. The state is still in memory. Free "
-                    f"space, or remove the cause: the run tries again every {_RETRY_S:.0f} s for "
+                    f"The checkpoint after step {step} was not saved: {why}. The state is still in memory. "
+                    f"Free space, or remove the cause: the run tries again every {_RETRY_S:.0f} s for "
                     f"{_PATIENCE_S / 60:.0f} minutes",
                 )
                 reported = problem
@@ -165,6 +166,7 @@ class Saving:
         if not isinstance(error, PagodaError | OSError):
             raise error
         if say_it:
-            message = f"The checkpoint after step {step} was not saved: {error}. The run continues to the next one"
+            why = str(error).rstrip(".")
+            message = f"The checkpoint after step {step} was not saved: {why}. The run continues to the next one"
             say(self._console, message) if self._mesh.everyone.rank == 0 else _log.warning("%s", message)
         return error

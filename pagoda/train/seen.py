@@ -53,12 +53,12 @@ class Seen:
             lines.append(f"Keys that are ignored: {_counts(self.ignored)}")
         reasons = Counter(self.left_out).most_common()
         for reason, count in reasons[:_MOST_LISTED]:
-            lines.append(f"Left out {_many(count, 'record')}: {reason} ({_first(self.places[reason], count)})")
+            lines.append(f"Left out {many(count, 'record')}: {reason} ({_first(self.places[reason], count)})")
         if rest := reasons[_MOST_LISTED:]:
-            lines.append(f"Left out {_many(sum(n for _, n in rest), 'record')} for {len(rest):,} other reasons")
+            lines.append(f"Left out {many(sum(n for _, n in rest), 'record')} for {len(rest):,} other reasons")
         if self.skipped:
             files = [f"{path}: {reason}" for path, reason in self.skipped[:_MOST_PLACES]]
-            lines.append(f"Left out {_many(len(self.skipped), 'file')}: {_first(files, len(self.skipped))}")
+            lines.append(f"Left out {many(len(self.skipped), 'file')}: {_first(files, len(self.skipped))}")
         return [*lines, *(remark.format(count=count) for remark, count in self.remarks.items())]
 
 
@@ -72,5 +72,6 @@ def _first(some: Sequence[str], count: int) -> str:
     return "; ".join(some) + "; ..." * (count > len(some))
 
 
-def _many(count: int, noun: str) -> str:
+def many(count: int, noun: str) -> str:
+    """A count with its noun."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -1,6 +1,7 @@
 """Files of settings, from which `pagoda train --config` starts another run."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,13 @@ def _yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML 1.1 with the number format of YAML 1.2."""
+        """YAML 1.1 with the number format of YAML 1.2, and without keys that occur twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value]
+            if twice := next((name for name, count in Counter(map(str, names)).items() if count > 1), None):
+                raise ValueError(f"it has the key {twice!r} twice")
+            return super().construct_mapping(node, deep)
 
     number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))

@@ -2,10 +2,11 @@
 
 import glob
 import io
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagoda.errors import ConfigError
@@ -14,7 +15,9 @@ from pagoda.train.seen import Seen
 
 STDLIB = "stdlib"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-_OTHER_SPLITS = ("test", "valid", "eval", "dev")
+_OTHER_SPLITS = re.compile("(test|val|valid|validation|eval|evaluation|dev)(s|set|ing)?(?![a-z])", re.IGNORECASE)
+"""How names of files and folders begin that hold another split."""
+_NO_RECORDS, _OTHER_SPLIT = "not a file of records", "another split, by its name"
 _PIECE = 1 << 17
 """Longer texts are read in pieces of this many characters, plus the rest of the last line."""
 _NO_TEXT = re.compile("[\0\udc80-\udcff]")
@@ -46,52 +49,84 @@ def find(name: str, column: str | None = None, skip_bad: bool = False) -> Source
     """Find the files of a path, a folder, a glob, or `"stdlib"` (this Python's standard library, without its tests).
 
     Hidden entries of a folder are ignored, unless the path or glob names them. A folder with files of records is a data
-    set: only those files are read, except those whose names say that they are another split (test, validation).
+    set: only those files are read, except those whose names say that they are another split (test, validation). No link
+    to a folder is followed.
 
-    Raises ConfigError if nothing is there, or no file can be read.
+    Raises ConfigError if nothing is there, if no file can be read, or if a folder in it cannot be listed.
     """
     if name == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         library = (p for p in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(p.relative_to(root).parts))
         return Source(name, _sorted(root, library), records=False)
+    if not name:
+        raise ConfigError("the name of the data is empty: give a file, a folder, a glob in quotes, or 'stdlib'")
     path = Path(name)
     found: Iterable[Path]
     if path.is_file():
         return Source(name, (path,), suffix(path) in (RECORDS | TABLES), (), column, skip_bad)
     if path.is_dir():
-        root, found = path, (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
+        root, found = path, _below(path)
+    elif path.exists():
+        raise ConfigError(f"data {name!r} is a pipe or a device, which cannot be read twice: write it to a file first")
     elif matches := glob.glob(name, recursive=True):  # wildcards match no hidden entries
-        root, found = Path(Path(name).anchor), map(Path, matches)
+        # "**" follows links to folders, which may lead to the same ones again.
+        paths = map(Path, sorted(matches, key=lambda match: (len(match), match), reverse=True))
+        root, found = Path(path.anchor), {(os.path.realpath(p.parent), p.name): p for p in paths}.values()
     else:
         raise ConfigError(
             f"data {name!r} does not exist: give a file, a folder, a glob in quotes, or 'stdlib'{_nearby(path)}"
         )
+    found = [*found]
     files = _sorted(root, found)
+    used = {*files, *(folder for file in files for folder in file.parents)}
+    skipped = [(str(path), _why_not_read(path)) for path in sorted(found) if path not in used]
     if not files:
-        raise ConfigError(f"data {name!r} holds no text: there is no file in it")
-    return _of_many(name, root, files, column, skip_bad)
+        why = "; ".join(Seen(skipped=skipped).lines())
+        raise ConfigError(f"data {name!r} holds no text: there is no file in it{f' ({why})' if why else ''}")
+    return _of_many(Source(name, files, False, tuple(skipped), column, skip_bad), root)
 
 
-def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None, skip_bad: bool) -> Source:
+def _below(folder: Path) -> Iterator[Path]:
+    """What is in a folder and its folders, without folders and hidden entries."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"the folder {error.filename} cannot be read: {error.strerror}") from error
+
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        linked = [name for name in folders if Path(place, name).is_symlink()]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place, name) for name in (*files, *linked) if not name.startswith("."))
+
+
+def _why_not_read(path: Path) -> str:
+    """Why something that is not a file is not read."""
+    if path.is_dir():
+        return "a folder, or a link to one: name it"
+    return "a link to nothing" if path.is_symlink() else "a pipe or a device"
+
+
+def _of_many(found: Source, root: Path) -> Source:
     """The files of a folder or a glob, as texts or as records."""
     kinds = RECORDS
-    if not any(suffix(path) in RECORDS for path in files):
+    if not any(suffix(path) in RECORDS for path in found.files):
         kinds = RECORDS | TABLES
-        if 2 * _size(path for path in files if suffix(path) in TABLES) <= _size(files):
-            return Source(name, files, records=False)
-    kept, skipped = [], []
-    for path in files:
+        if 2 * _size(path for path in found.files if suffix(path) in TABLES) <= _size(found.files):
+            return replace(found, column=None, skip_bad=False)
+    kept, skipped = [], [*found.skipped]
+    for path in found.files:
         if suffix(path) not in kinds:
-            skipped.append((str(path), "not a file of records"))
-        elif Path(name) == root and any(p.lower().startswith(_OTHER_SPLITS) for p in path.relative_to(root).parts):
-            skipped.append((str(path), "another split, by its name"))
+            table = suffix(path) in TABLES
+            skipped.append((str(path), "beside files of records, read only if it is named" if table else _NO_RECORDS))
+        elif Path(found.name) == root and any(map(_OTHER_SPLITS.match, path.relative_to(root).parts)):
+            skipped.append((str(path), _OTHER_SPLIT))
         else:
             kept.append(path)
     if not kept:
+        other = next(path for path, reason in skipped if reason == _OTHER_SPLIT)
         raise ConfigError(
-            f"data {name!r} holds only files of other splits, such as {Path(skipped[0][0]).name}: name one of them"
+            f"data {found.name!r} holds only files of other splits, such as {Path(other).name}: name one of them"
         )
-    return Source(name, tuple(kept), True, tuple(skipped), column, skip_bad)
+    return replace(found, files=tuple(kept), records=True, skipped=tuple(skipped))
 
 
 def documents(source: Source, seen: Seen, read: Callable[[int], None]) -> Iterator[Document]:
@@ -151,10 +186,6 @@ class _NotTextError(ConfigError):
     def __init__(self, path: Path, line: int, reason: str) -> None:
         super().__init__(f"{path}, line {line}: {reason}: give a file or folder with UTF-8 text")
         self.reason = reason
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _sorted(root: Path, paths: Iterable[Path]) -> tuple[Path, ...]:

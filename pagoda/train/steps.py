@@ -25,7 +25,7 @@ from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses,
 from pagoda.train.generate import Sample, continued, prompt_ids
 from pagoda.train.inputs import described
 from pagoda.train.loggers import Loggers
-from pagoda.train.metrics import StepMetrics
+from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.progress import Progress, say
 from pagoda.train.ranks import MetricsFiles, share_metrics
 from pagoda.train.resume import Beginning
@@ -82,7 +82,9 @@ class Steps:
         self._predicted = predicted
         self._mesh = mesh
         self._console = console
-        self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh, session.config.sequence_parallel)
+        self._evaluator = None
+        if evaluated is not None:
+            self._evaluator = Evaluator(evaluated, tokenizer, mesh, session.config.sequence_parallel)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
         self._loggers = Loggers(None if mesh.everyone.rank else session.config.log, run_dir.path, self._warn)
@@ -108,7 +110,9 @@ class Steps:
         files: MetricsFiles | None = None
         first: Evaluation | None = None
         if self._evaluator is not None:
-            self._losses = read_losses(self._run_dir.evals, until=done)
+            self._losses = read_losses(self._run_dir.evals, until=done, data=self._evaluator.data)
+            if not self._losses and read_metrics(self._run_dir.evals):
+                say(self._console, "Evaluation: on other sequences than before, so the best checkpoint is chosen anew")
             evaluated = any(step == done for step, _ in self._losses)
             # A run that was interrupted has left out the evaluation after its last step.
             first = None if evaluated or done % config.evaluates_every else self._evaluate(done)

@@ -87,6 +87,10 @@ class Tokenizer(ABC):
     def written(self, ids: Sequence[int]) -> str:
         """The text of ids, with special tokens."""
 
+    def nbytes(self, ids: Sequence[int]) -> int:
+        """Bytes of UTF-8 in the text of ids, without special tokens."""
+        return len(self.decode(ids).encode())
+
     def marked(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> str:
         """The text of ids [N], with special tokens and with « and » around what the loss counts."""
         edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), len(ids)]
@@ -123,6 +127,9 @@ class ByteTokenizer(Tokenizer):
 
     def written(self, ids: Sequence[int]) -> str:
         return self.decode(ids)
+
+    def nbytes(self, ids: Sequence[int]) -> int:
+        return len(ids)  # a piece of a text may begin or end within a character
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(id_ for id_ in ids if id_ < VOCABULARY).decode(errors="replace")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +31,7 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
-_FORMAT = 8
+_FORMAT = 9
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
 """Documents are tokenised in batches of at most this size. Larger batches take more RAM; smaller ones leave cores
@@ -49,8 +49,6 @@ class About:
     tokens: int = 0
     targets: int = 0
     """Number of tokens that the loss counts."""
-    target_bytes: int = 0
-    """Bytes of UTF-8 in the text of these tokens."""
     documents: int = 0
     files: int
     chats: bool = False
@@ -105,16 +103,21 @@ def open_tokens(
                 if not place.exists():
                     with committed(place) as folder:
                         _Writer(folder, source, tokenizer).write(console or Console(quiet=True))
+                        if _key(source, tokenizer) != place.name:
+                            raise ConfigError(f"data {name!r} changed while it was read: try again once it is written")
         except OSError as error:
             raise StorageError(
                 f"the tokens of {name!r} cannot be kept in {root}: {error.__cause__ or error}. They take 2 to 4 bytes "
                 "each; name another directory with --cache"
             ) from error
-    return _opened(place)
+    return _opened(place, source, tokenizer)
 
 
-def _opened(place: Path) -> Tokens:
-    """Map the files of a cache entry. Raises ConfigError if they are damaged."""
+def _opened(place: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
+    """Map the files of a cache entry. They may have been written for other names of the same files.
+
+    Raises ConfigError if they are damaged.
+    """
     try:
         facts = whole(read_regular(place / _ABOUT))
         known = About(**{**facts, "seen": Seen(**facts["seen"])})
@@ -124,6 +127,8 @@ def _opened(place: Path) -> Tokens:
             raise ValueError("not those that were written")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokens in {place} are damaged ({error}): delete that directory") from error
+    known.source, known.tokenizer = source.name, tokenizer.name
+    known.seen.skipped = [*source.skipped, *known.seen.skipped]
     return Tokens(known, ids, ends)
 
 
@@ -153,7 +158,7 @@ class _Writer:
             itemsize=2 if tokenizer.vocabulary <= 1 << 15 else 4,
             files=len(source.files),
             separates=tokenizer.separates,
-            seen=Seen(skipped=[*source.skipped]),
+            seen=Seen(),
         )
 
     def write(self, console: Console) -> None:
@@ -177,12 +182,12 @@ class _Writer:
                 sync_descriptor(file.fileno(), self._folder)
         about = self._about
         if not about.documents:
-            why = "; ".join(about.seen.lines())
+            why = "; ".join(replace(about.seen, skipped=[*self._source.skipped, *about.seen.skipped]).lines())
             raise ConfigError(
                 f"data {self._source.name!r} holds no text{f' ({why})' if why else ''}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
             )
-        about.files -= len(about.seen.skipped) - len(self._source.skipped)
+        about.files -= len(about.seen.skipped)
         about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
         facts = with_hash({**vars(about), "seen": vars(about.seen)})
         write_durably(self._folder / _ABOUT, json.dumps(facts, indent=1).encode())
@@ -200,7 +205,6 @@ class _Writer:
             kept.append(ids)
             about.tokens += len(ids)
             about.targets += counted
-            about.target_bytes += _text_bytes(document) if about.separates else len(ids)
             if document.ends:
                 stops.append(about.tokens)
         if not kept:
@@ -251,9 +255,3 @@ def _untrained(document: Document) -> str:
     if not any(message["role"] == "assistant" and message.get("train", True) for message in document.messages):
         return "no message of its assistant is to be trained on"
     return "the chat template writes none of its assistant's turns as the model would"
-
-
-def _text_bytes(document: Document) -> int:
-    """Bytes of text that the loss counts."""
-    spoken = (m["content"] for m in document.messages if m["role"] == "assistant" and m.get("train", True))
-    return sum(len(text.encode()) for text in (document.text, *spoken))

@@ -54,4 +54,7 @@ def test_what_does_not_fit_into_a_sequence_is_counted_and_what_cannot_be_read_is
     assert main(["data", str(data), *read]) == 2
     assert re.fullmatch(r"pagoda: .*line 1: messages\[0\] has no role: .*\n", capsys.readouterr().err)
     (text := tmp_path / "a.txt").write_text("some text " * 90)
-    assert "Lengths" not in "\n".join(lines_of(["data", str(text), "--model", "llama-15m", *read[2:]], capsys))
+    said = "\n".join(lines_of(["data", str(text), "--model", "llama-15m", *read[2:]], capsys))
+    assert "Lengths" not in said
+    assert "1 document in 1 file, 900 tokens" in said
+    assert "Left out the last 4 tokens, less than a sequence" in said

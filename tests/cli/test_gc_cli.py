@@ -1,7 +1,10 @@
 """`pagoda gc` lists what looks orphaned, deletes it only if the user agrees, and nothing else."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,11 +76,35 @@ def test_a_moved_run_is_kept_where_it_is_said_to_be(
     saved.run.rename(moved)
     assert main(["gc", str(saved.ssd), "--yes", "--keep", str(tmp_path / "renmaed")]) == 2
     assert "renmaed: there is no checkpoint at this path" in capsys.readouterr().err
-    for kept in (moved, tmp_path / "archive"):
+    links = make_directory(tmp_path / "links")
+    (links / "runs").symlink_to(moved.parent)
+    (links / "circle").symlink_to(links)
+    for kept in (moved, tmp_path / "archive", links):
         assert main(["gc", str(saved.ssd), "--yes", "--keep", str(kept)]) == 0
         assert saved.there() == [True, True]
     assert main(["gc", str(saved.ssd), "--yes", "--keep", str(moved / "checkpoints" / "step-2")]) == 0
     assert saved.there() == [False, True]
+
+
+def test_what_this_process_may_not_look_at_counts_as_there(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barred, before = str(saved.run / "checkpoints"), (os.lstat, os.scandir)
+
+    def looks(at: int, path: Any, **how: Any) -> Any:
+        if str(path).startswith(barred):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return before[at](path, **how)
+
+    elsewhere = saved.run.rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(os, "lstat", lambda path, **how: looks(0, path, **how))
+    assert main(["gc", str(saved.ssd), "--yes"]) == 0
+    assert "nothing looks orphaned" in capsys.readouterr().out
+    elsewhere.rename(saved.run)
+    monkeypatch.setattr(os, "scandir", lambda path: looks(1, path))
+    assert main(["gc", str(saved.ssd), "--yes", "--keep", str(saved.run)]) == 2
+    assert "checkpoints cannot be read: Permission denied; nothing was deleted" in capsys.readouterr().err
+    assert saved.there() == [True, True]
 
 
 def test_another_checkpoint_at_the_path_does_not_stand_in(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:

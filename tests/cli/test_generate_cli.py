@@ -128,6 +128,8 @@ def test_what_cannot_be_continued_is_refused_in_words(
     for flags in (("--tokens", "0"), ("--seed", "-1")):
         assert main(["generate", str(run), "--prompt", "a", *flags]) == 2
     assert "--prompt is empty" in refused(capsys, run, "--prompt", "", "--chat", False)
+    for chat in (("--prompt", "a \udcff"), ("--prompt", "a", "--system", "b \udcff")):
+        assert "--prompt is not UTF-8" in refused(capsys, run, *chat)
     assert "the model has 256 positions" in refused(capsys, run, "--prompt", "a b " * 300)
     assert "names a checkpoint of a run" in refused(capsys, model, "--prompt", "a", "--checkpoint", "best")
     AutoModelForCausalLM.from_config(

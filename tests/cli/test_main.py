@@ -78,12 +78,13 @@ def test_help_works_as_a_module_and_imports_neither_torch_nor_transformers(capsy
     assert "train" in capsys.readouterr().out
 
 
-def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second one in the locale C
+def test_what_the_terminal_cannot_show_is_escaped(errors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "caf\u00e9"
     directory.mkdir()
     monkeypatch.setattr(sys, "argv", ["pagoda", "inspect", str(directory)])
     shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii", errors))
     assert program() == 0
     sys.stdout.flush()
     assert b"caf\\xe9" in shown.getvalue()

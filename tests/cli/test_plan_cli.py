@@ -81,6 +81,7 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
     assert sum(answer["state_bytes_per_parameter"].values()) == 12
     assert (refused["fits"], refused["step_s"]) == (False, None)
     assert "needs at least" in refused["refusal"]
+    assert "Raise --memory.host" in refused["refusal"]
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_no
         assert main(args) == 2
         assert message in capsys.readouterr().err
     assert main(work.args("run", "--resume", steps=2)) == 0
-    assert "has finished: 2 of 2 steps" in capsys.readouterr().out
+    assert "has finished: 2 steps are done" in capsys.readouterr().out
     assert content_of(work.root / "run") == before
 
 

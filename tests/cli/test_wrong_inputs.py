@@ -24,6 +24,8 @@ WRONG = {
     f"{CHATS} --steps 1.5": r"--steps is '1\.5'; it must be a whole number \(",
     f"{CHATS} --optim.betas 0.9": r"--optim\.betas is '0\.9'; it must be two numbers \(",
     f"{CHATS} --out": "--out lacks its value",
+    f"{CHATS} --out=": "--out is empty: give a value",
+    f"{CHATS} --out {'x' * 256}": "x(.config.json)? cannot be used: File name too long",
     f"{CHATS} --precision fp8": "Expected one of .*'fp32'",
     f"{CHATS} --quantize 3bit --lora.rank 8": r"'--quantize'\. Expected one of \('\dbit', '\dbit'\)",
     f"{CHATS} --quantize 4bit": r"give --lora\.rank too",

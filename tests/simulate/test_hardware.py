@@ -155,7 +155,7 @@ def damaged(**changes: Any) -> str:
         (damaged(version=1), "version 1; this Pagoda reads version 5"),
         (damaged(hardware=3), "it has 3, which is not an object with the settings of Hardware"),
         (damaged(**{"hardware.cpu": ...}), "incomplete: it lacks cpu"),
-        (damaged(**{"hardware.tpu": 1}), "unknown settings: tpu"),
+        (damaged(**{"hardware.tpu": 1}), "unknown settings: 'tpu'"),
         (damaged(**{"hardware.name": 4}), "name as 4"),
         (damaged(**{"hardware.gpus_per_node": True}), "gpus_per_node as True"),
         (damaged(**{"hardware.cpu.memory_bytes.value": "2 TB"}), r"cpu\.memory_bytes\.value as '2 TB'"),

@@ -71,6 +71,7 @@ PLAIN = (
 LAST_END = (  # as GPT-OSS's: another token ends the last turn
     HEAD + "{{ m.content }}{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}{% endfor %}" + PROMPT
 )
+UNASKED = HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"  # as Llama 3's first one
 PREFILLED = (  # as DeepSeek-R1's: what a prompt begins is not written afterwards
     HEAD + "{{ m.content | trim }}<|im_end|>{% endfor %}" + PROMPT.replace("{% endif %}", "<think>{% endif %}")
 )
@@ -117,6 +118,8 @@ COUNTED: dict[str, tuple[str, list[dict[str, Any]], list[str], list[str]]] = {
     "nothing ends a turn": (PLAIN, TWO, [" yes ", " no <|endoftext|>"], ["No end", "Added to {count"]),
     "the last turn ends otherwise": (LAST_END, TWO, ["yes<|im_end|>", "no<|endoftext|>"], []),
     "the prompt is not in the conversation": (PREFILLED, TWO, ["yes<|im_end|>", "no<|im_end|>"], []),
+    "a prompt that is always there": (UNASKED, TWO, ["yes<|im_end|>\n", "no<|im_end|>\n"], []),
+    "such a prompt, and two turns": (UNASKED, [*TWO[:2], TWO[3]], ["yes<|im_end|>\n", "no<|im_end|>\n"], []),
     "a list of parts": (PARTS, TWO, ["yes<|im_end|>", "no<|im_end|>"], []),
     "earlier turns are rewritten": (REWRITES, THOUGHTS, ["<think>b</think>no<|im_end|>\n"], ["Not counted"]),
     "rewritten, with a turn of the same words before": (
@@ -137,10 +140,20 @@ def test_the_loss_counts_what_an_assistant_writes_with_the_token_that_ends_it(ca
     assert counted(template, messages) == (parts, remarks)
 
 
+def test_a_conversation_has_no_prompt_that_was_not_asked_for() -> None:
+    chat = ChatTemplate(tokenizer(UNASKED))
+    asked = tokenizer().decode(chat.prompt(TWO[:3]))
+    ids = chat.encode(Document("a line", messages=tuple(TWO)), Seen())
+    whole = tokenizer().decode(np.where(ids < 0, ~ids, ids))
+    assert (asked.count("<|im_start|>"), whole.count("<|im_start|>")) == (4, 4)
+    assert whole.startswith(asked)
+
+
 def test_a_model_stops_where_the_template_ends_a_turn() -> None:
-    found = {name: ChatTemplate(tokenizer(name)).ends() for name in (CHATML, MARKED, NEXT_ROLE, LAST_END, PLAIN, None)}
+    names = (CHATML, MARKED, UNASKED, NEXT_ROLE, LAST_END, PLAIN, None)
+    found = [ChatTemplate(tokenizer(name)).ends() for name in names]
     end, start, turn = tokenizer().convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    assert [*found.values()] == [{turn}, {turn}, {start}, {end}, set(), set()]
+    assert found == [{turn}, {turn}, {turn}, {start}, {end}, set(), set()]
 
 
 @pytest.mark.parametrize("left", ["{%", "{%-", "{%+", "{% \n"])

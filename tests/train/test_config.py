@@ -56,7 +56,7 @@ def test_a_configuration_survives_json(changes: dict[str, Any]) -> None:
         ({"optim": {"betas": [0.9, 1.0]}}, r"optim\.betas"),
         ({"optim": {"min_lr_ratio": 2}}, r"optim\.min_lr_ratio"),
         ({"optim": {"weight_decay": -1}}, r"optim\.weight_decay"),
-        ({"optims": {}}, "unknown settings: optims"),
+        ({"optims": {}}, "unknown settings: 'optims'"),
         ({"memory": 3}, "Memory"),
         ({"steps": "many"}, "wrong type"),
         ({"steps": 0, "epochs": math.inf}, "epochs is inf"),

@@ -110,7 +110,7 @@ def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restar
     console = Console(file=io.StringIO(), width=300)
     again = TrainConfig(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)
     assert run(again, console) is None
-    assert "has finished: 3 of 3 steps are done" in console.file.getvalue()
+    assert "has finished: 3 steps are done, and --steps is 3" in console.file.getvalue()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     with pytest.raises(ConfigError, match="name its directory with --out"):
         run(TrainConfig(model=str(folder / "model"), **given))
@@ -160,9 +160,12 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     path.write_text("model: gpt2\noptim: {lr: 2e-5}\n")
     assert read_settings(path).optim.lr == 2e-5
     for text, message in (
-        ("model: gpt2\nlearning_rate: 1\n", "unknown settings: learning_rate"),
+        ("model: gpt2\nlearning_rate: 1\n", "unknown settings: 'learning_rate'"),
+        ("model: gpt2\noptim: {beta: 1}\n", "unknown settings: 'optim.beta'"),
+        ("model: gpt2\noptim: 1\n", "has 1 as optim, which is not an object"),
+        ("model: gpt2\nsteps: 1\nseed: 1\nsteps: 2\n", "has the key 'steps' twice"),
         ("model: gpt2\nsteps: many\n", "steps as 'many', which is a value of the wrong type"),
-        ("1: 2\nsteps: 3\nlearning_rate: 1\n", "unknown settings: 1, learning_rate"),
+        ("1: 2\nsteps: 3\nlearning_rate: 1\n", "unknown settings: '1', 'learning_rate'"),
         ("model: [\n", "is not YAML"),
         ("[" * 5000, "is not YAML"),
         ("model: !!timestamp foo\n", "is not YAML"),

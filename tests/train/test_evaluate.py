@@ -11,6 +11,7 @@ import torch
 from pagoda.mesh.mesh import open_mesh
 from pagoda.train.data import Batches, Rows
 from pagoda.train.evaluate import Evaluator, best_step, since_best
+from pagoda.train.tokenizer import ByteTokenizer
 from tests.train.test_data import tokens_of
 
 
@@ -30,18 +31,33 @@ def test_an_evaluation_reads_every_sequence_once_and_pads_no_batch(
     session: Any = SimpleNamespace(loss=loss)
     for rank in range(ranks):
         seen.append([])
-        Evaluator(Batches(rows=rows, batch_size=64, rank=rank, ranks=ranks), open_mesh()).measure(session, 1)
+        batches = Batches(rows=rows, batch_size=64, rank=rank, ranks=ranks)
+        Evaluator(batches, ByteTokenizer(), open_mesh()).measure(session, 1)
     assert seen == sizes
     assert sorted(found) == rows.tokens.ids[::4].tolist()
 
 
 def test_a_rank_without_a_sequence_calls_the_model_as_often_as_others() -> None:
-    one = Evaluator(Batches(rows=Rows.of(tokens_of(np.arange(4)), 4), batch_size=2, rank=1, ranks=2), open_mesh())
+    batches = Batches(rows=Rows.of(tokens_of(np.arange(4)), 4), batch_size=2, rank=1, ranks=2)
+    one = Evaluator(batches, ByteTokenizer(), open_mesh())
     shapes: list[int] = []
     session: Any = SimpleNamespace(loss=lambda batch: shapes.append(len(batch["labels"])) or math.nan)
     with pytest.raises(ZeroDivisionError):  # this rank alone has counted nothing
         one.measure(session, 1)
     assert shapes == [1]
+
+
+def test_bits_per_byte_are_of_the_text_that_is_evaluated_and_other_sequences_have_another_name() -> None:
+    ids = np.arange(32)
+    ids[:24] = ~ids[:24]  # the loss counts half of the second document
+    rows = Rows.of(tokens_of(ids, [16, 32], chats=True), 16)
+    session: Any = SimpleNamespace(loss=lambda _: 2 * math.log(2))
+    found = [
+        Evaluator(Batches(rows=part, batch_size=1), ByteTokenizer(), open_mesh()).measure(session, 1)
+        for part in (rows, *Rows.of(tokens_of(np.arange(32)), 16).held_out(1, 0))
+    ]
+    assert [(each.bits_per_byte, each.tokens) for each in found] == [(2.0, 8), (2.0, 15), (2.0, 15)]
+    assert found[1].data != found[2].data
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best_and_patience_counts_from_the_best() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
@@ -104,8 +104,9 @@ def test_the_first_losses_are_those_of_transformers_on_the_documents(data: str, 
     assert first["loss"] == pytest.approx(expected, rel=1e-5)
     assert (first["step"], first["tokens"], first["sequences"]) == (0, counted, len(rows))
     assert first["perplexity"] == pytest.approx(math.exp(first["loss"]))
-    per_byte = rows.tokens.about.target_bytes / rows.tokens.about.targets
-    assert first["bits_per_byte"] == pytest.approx(first["loss"] / math.log(2) / per_byte)
+    labels = evaluated.of_rows(np.arange(len(rows)))["labels"][:, 1:]
+    text = AutoTokenizer.from_pretrained(folder / "model").decode(labels[labels >= 0], skip_special_tokens=True)
+    assert first["bits_per_byte"] == pytest.approx(first["loss"] * counted / math.log(2) / len(text.encode()))
     assert "Evaluation before the first step: loss" in shown
 
 
@@ -161,6 +162,12 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
     again = run(replace(config, resume=True, patience=0, steps=last + 1), Console(quiet=True))
     assert again.first_step == last + 1
     assert best in [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()]
+    # Losses on other sequences are not compared with those before.
+    _, evals, shown = trained(replace(config, resume=True, patience=0, steps=last + 3, eval_rows=1))
+    assert "on other sequences than before, so the best checkpoint is chosen anew" in shown
+    best = min(evals[-2:], key=lambda line: line["loss"])["step"]
+    assert RunDir(config.out).named("best").step == best
+    assert [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()] == sorted({best, last + 3})
 
 
 WRONG = {

@@ -1,6 +1,7 @@
 """What is read from files, how it becomes tokens, and what is refused with which line."""
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -8,19 +9,21 @@ import os
 import resource
 import signal
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from pagoda.errors import ConfigError, StorageError
 from pagoda.train import tokens as tokens_module
-from pagoda.train.records import read_records
+from pagoda.train.records import Document, read_records
 from pagoda.train.seen import Seen
 from pagoda.train.sources import find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
@@ -50,7 +53,6 @@ def test_the_standard_library_is_text_of_this_python_without_its_tests() -> None
     assert tokens.about.files > 100
     assert len(tokens) > 1_000_000
     assert "class OrderedDict" in text_of(tokens)
-    assert tokens.about.target_bytes == len(tokens)
 
 
 def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +87,6 @@ def test_texts_end_with_the_tokenizers_own_end_and_a_long_one_has_the_tokens_of_
     tokens = open_tokens(str(tmp_path), model)
     plain = tokenizer()
     assert documents_of(tokens) == [[*plain(text)["input_ids"], plain.eos_token_id] for text in (TEXT[:500], long)]
-    assert tokens.about.target_bytes == 500 + len(long.encode())
     assert tokens.ids.dtype == np.int16
 
 
@@ -207,16 +208,61 @@ def test_tools_are_a_list_or_its_json(tmp_path: Path) -> None:
     assert [[*document.tools] for document in found] == [tools, tools]
 
 
-def test_a_folder_of_records_is_a_data_set_without_its_other_splits(model: ModelTokenizer, tmp_path: Path) -> None:
-    write_lines(tmp_path / "train.jsonl", [{"text": "to learn"}])
-    write_lines(tmp_path / "test-00000.jsonl", [{"text": "not to learn"}])
+def test_a_folder_of_records_is_a_data_set_without_its_other_splits(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "testimony.jsonl", "devices/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / name, [{"text": "to learn"}])
+    others = ("test-00000.jsonl", "val.jsonl", "Validation_2/a.jsonl", "evals.jsonl", "dev/a.jsonl", "testset.jsonl")
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / name, [{"text": "not to learn"}])
     (tmp_path / "README.md").write_text("a long text beside them " * 100)
+    (tmp_path / "a.csv").write_text("text\nto learn?\n")
     source = find(str(tmp_path))
-    assert [path.name for path in source.files] == ["train.jsonl"]
-    assert {Path(path).name: reason for path, reason in source.skipped} == {
-        "README.md": "not a file of records",
-        "test-00000.jsonl": "another split, by its name",
+    assert {str(path.relative_to(tmp_path)) for path in source.files} == {
+        "train.jsonl",
+        "testimony.jsonl",
+        "devices/a.jsonl",
     }
+    assert {str(Path(path).relative_to(tmp_path)): reason for path, reason in source.skipped} == {
+        "README.md": "not a file of records",
+        "a.csv": "beside files of records, read only if it is named",
+        **dict.fromkeys(others, "another split, by its name"),
+    }
+
+
+def test_what_cannot_be_read_in_a_folder_is_listed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "gone.txt").symlink_to("nothing")
+    (folder / "linked").symlink_to(tmp_path)
+    os.mkfifo(folder / "pipe")
+    reasons = {
+        "gone.txt": "a link to nothing",
+        "linked": "a folder, or a link to one: name it",
+        "pipe": "a pipe or a device",
+    }
+    for name, more in ((folder, {}), (folder / "*", {"sub": reasons["linked"]})):
+        source = find(str(name))
+        assert source.files == (folder / "a.txt",)
+        assert {Path(path).name: reason for path, reason in source.skipped} == reasons | more
+    assert find(f"{folder}/**").skipped == find(str(folder / "*")).skipped
+    with pytest.raises(ConfigError, match="is a pipe or a device, which cannot be read twice"):
+        find(str(folder / "pipe"))
+    with pytest.raises(ConfigError, match="name of the data is empty"):
+        find("")
+    listed = os.scandir
+
+    def scandir(path: str) -> object:
+        if Path(path).name == "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=r"the folder .*sub cannot be read: Permission denied"):
+        find(str(folder))
 
 
 def packed(codec: str, content: bytes) -> bytes:
@@ -231,6 +277,12 @@ def message(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "assistant", "content": "a", **fields}]}).encode()
 
 
+def parquet(**columns: list[str]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns, schema=pyarrow.schema(dict.fromkeys(columns, "string"))), sink)
+    return bytes(sink.getvalue())
+
+
 BROKEN: dict[str, tuple[str, bytes, str]] = {
     "not JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
     "no object": ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: a list where a record"),
@@ -239,7 +291,12 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "no role": ("a.jsonl", b'{"messages": [{"content": "a"}]}\n', r"line 1: messages\[0\] has no role"),
     "no message": ("a.jsonl", b'{"messages": ["a"]}\n', r"line 1: messages\[0\] is a str"),
     "half a character": ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', "line 2: not Unicode text"),
+    "a key twice": ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: .* key 'text' twice"),
+    "a column twice": ("a.csv", b"text,id,text\na,1,b\n", "line 1: two columns have the name 'text'"),
+    "half a character in JSON in a text": ("a.jsonl", b'{"messages": "[\\ud83d]"}\n', "none of its columns"),
+    "an object over lines": ("a.json", b'{"data": [\n{"text": "a"}]}\n', "or the file one list of records"),
     "UTF-16": ("a.txt", "one".encode("utf-16"), "is UTF-16: convert it, as with iconv"),
+    "UTF-32": ("a.txt", "one".encode("utf-32"), "is UTF-32: convert it, as with iconv"),
     "records in UTF-16": ("a.csv", "text\none".encode("utf-16"), "is UTF-16: convert it, as with iconv"),
     "two system prompts": (
         "a.jsonl",
@@ -253,6 +310,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "broken array": ("a.json", b'[{"text": "a"},', "not JSON"),
     "fields too many": ("a.csv", b"text,id\na,1\nb,2,3\n", "line 3: not as many fields as the 2"),
     "an open quote": ("a.csv", b'text,id\na,1\n"b,2\n', "line .: not CSV"),
+    "Parquet without rows": ("a.parquet", parquet(text=[]), "holds no text"),
     "no Parquet": ("a.parquet", b"PAR1 is not enough", "cannot be read as parquet"),
     "no Arrow": ("a.arrow", b"\xff\xff\xff\xff\0\0", "cannot be read as arrow"),
     "not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", "line 3: not UTF-8"),
@@ -270,6 +328,12 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         message(content=[{"type": "image"}]),
         r"messages\[0\] has content of type image",
     ),
+    "a split as a weight": (
+        "a.json",
+        b'{"train": [%s]}' % b",".join([b'{"text": "a"}'] * 99),
+        r"train \[.*\.\.\.\]: a ",
+    ),
+    "no answer": ("a.jsonl", b'{"question": "a", "answer": null}', "line 1: answer is None, not text"),
     "half a weight": ("a.jsonl", message(weight=0.5), r"messages\[0\] has the weight 0.5: a message is counted"),
     "a trained user": ("a.jsonl", message(role="user", train=True), r"the role 'user': .*Leave train out"),
     "a call by role": ("a.jsonl", message(role="function_call"), "give an assistant's message with tool_calls"),
@@ -343,6 +407,36 @@ def test_tokens_are_made_once(model: ModelTokenizer, tmp_path: Path, monkeypatch
     assert open_tokens(str(path), model, cache=tmp_path / "cache").about.fingerprint == first.about.fingerprint
     write_lines(path, [{"text": TEXT[:101]}])
     assert open_tokens(str(path), model, cache=tmp_path / "cache").about.fingerprint != first.about.fingerprint
+
+
+def test_tokens_that_were_made_before_are_described_as_what_is_asked_for_now(
+    model: ModelTokenizer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [{"text": TEXT[:100]}])
+    first, again = (open_tokens(str(name), model, tmp_path / "cache").about for name in (folder, folder / "*.jsonl"))
+    assert (first.source, again.source) == (str(folder), str(folder / "*.jsonl"))
+    (folder / "README.md").touch()
+    later = open_tokens(str(folder), model, tmp_path / "cache").about
+    assert [Path(path).name for path, _ in later.seen.skipped] == ["README.md"]
+    assert later.fingerprint == first.fingerprint
+
+
+def test_data_that_change_while_they_are_read_are_refused(
+    model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": TEXT[:100]}])
+
+    def documents(*_: object) -> Iterator[Document]:
+        write_lines(path, [{"text": TEXT[:101]}])
+        yield Document("a", TEXT[:101])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens_module, "documents", documents)
+        with pytest.raises(ConfigError, match="changed while it was read"):
+            open_tokens(str(path), model, cache=tmp_path / "cache")
+    assert open_tokens(str(path), model, cache=tmp_path / "cache").about.documents == 1
 
 
 def test_tokens_are_those_of_the_data_although_its_size_and_time_are_the_same(

@@ -46,8 +46,8 @@ def why_orphaned(commit: Commit, keep: Collection[str] = ()) -> str | None:
         return None
     if there is not None:
         return "another checkpoint is at that path: this one was moved or deleted"
-    if os.path.lexists(place / MANIFEST):
-        return None  # damaged, perhaps this one
+    if _may_be_there(place / MANIFEST):
+        return None  # damaged or out of reach, perhaps this one
     if place.parent.is_dir():
         return "it is not at that path: it was moved or deleted"
     return f"{place.parent} is not there: it was moved or deleted, or its volume is not mounted"
@@ -116,6 +116,17 @@ def gc_hint(directories: Iterable[Path], stores: bool = True) -> str:
         f" {format_bytes(nbytes)} are kept for checkpoints that are not where they were saved: "
         f"pagoda gc {' '.join(map(str, directories))} lists them, and deletes them if you wish."
     )
+
+
+def _may_be_there(path: Path) -> bool:
+    """Whether a path exists. True if this process may not look."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _written(store: StoreRecord, name: str) -> float:
