@@ -150,7 +150,7 @@ class Accesses:
 
     def read(self, unit: LiveUnit, phase: Phase = Phase.BACKWARD) -> torch.Tensor:
         """A unit's weights for one operation, of backward or outside forwards. They stay in place as long as the tensor
-        is kept."""
+        is kept: no other thread has a turn before it exists."""
         with self.turn:
             lease = self.begin(unit, phase)
             if self._reading == (unit, phase):
@@ -158,7 +158,7 @@ class Accesses:
             else:
                 self.end_read()
                 self._reading = unit, phase
-        return lease.base
+            return lease.base.detach()
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Tell the scheduler an event of compute. Compute reads nothing meanwhile."""
