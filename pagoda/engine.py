@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from pagoda.autograd.accesses import Accesses
+from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.activations.graph_memory import GraphMemory
 from pagoda.autograd.active_forwards import ActiveForwards
 from pagoda.autograd.loss_scale import LossScaler
@@ -265,7 +265,8 @@ class Engine:
         if self.stepper.updates_have_begun():
             raise UsageError(
                 "The state was asked for between backward and step(): with accumulation_steps announced, some units "
-                "have had this step's update already and others have not. Call optimizer.step() first."
+                "have had this step's update already and others have not. Call optimizer.step() first, or "
+                f"{LET_UPDATES_WAIT}."
             )
 
     def check_not_gathered(self, what: str) -> None:

@@ -24,6 +24,8 @@ from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.served import Served
 
+LET_UPDATES_WAIT = "leave out wrap(accumulation_steps=...) (in a Trainer: Paging(backward_passes=None))"
+"""How a user keeps units from being updated during backward."""
 _ENDED_A_WAIT = "It ended a wait of Pagoda's, and left nothing half done."
 
 
@@ -111,7 +113,7 @@ class Accesses:
         if unit.updated:
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed before optimizer.step(), but it was updated during backward. Call "
-                "step() first, or leave out wrap(accumulation_steps=...), so that updates wait for step()."
+                f"step() first, or {LET_UPDATES_WAIT}, so that updates wait for step()."
             )
         self.check_usable()
         unit.used = True
