@@ -65,9 +65,23 @@ class Contents:
         return cls(stored, [list(dict.fromkeys(chain(*names))) for names in by_group], said[0].turn)
 
     @property
+    def trainable(self) -> set[str]:
+        """Whole parameters that have optimizer states."""
+        return {one.position.whole for one in self.stored.values() if one.steps is not None}
+
+    @property
     def steps(self) -> dict[str, int]:
-        """Whole trainable parameter -> number of updates it has had."""
-        return {one.position.whole: one.steps for one in self.stored.values() if one.steps is not None}
+        """Trainable parameter -> number of updates it has had. If its parts have had different numbers, because some
+        were frozen for a while, each part has an entry in its place."""
+        parts: dict[str, dict[str, int]] = {}
+        for name, one in self.stored.items():
+            if one.steps is not None:
+                parts.setdefault(one.position.whole, {})[name] = one.steps
+        found: dict[str, int] = {}
+        for whole, steps in parts.items():
+            numbers = {*steps.values()}
+            found |= {whole: numbers.pop()} if len(numbers) == 1 else steps
+        return found
 
     @property
     def lags(self) -> dict[str, tuple[int, int]]:

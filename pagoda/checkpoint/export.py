@@ -145,7 +145,7 @@ def _weights_in(checkpoint: SavedCheckpoint) -> ModelTensors:
     record = checkpoint.manifest.get("model")
     if not (record is None or isinstance(record, dict)):
         raise CheckpointError(f"{checkpoint.directory} is damaged: the model in its manifest is not an object")
-    trained = {name for name, steps in checkpoint.manifest["steps"].items() if steps}
+    trained = {name for name, steps in checkpoint.steps.items() if any(steps.values())}
     return ModelTensors(str(checkpoint.directory), record, checkpoint.tensors, trained)
 
 

@@ -15,7 +15,7 @@ from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.checkpoint.state import ParameterState, WholeState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
-from pagoda.errors import CheckpointError, StorageError
+from pagoda.errors import CheckpointError, StorageError, UsageError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.mesh.dtensors import DTensorForm
 from pagoda.optim.param_groups import check_groups, check_settings
@@ -196,8 +196,14 @@ def _whole_shapes(whole: WholeState) -> dict[str, tuple[int, ...]]:
 
 def _whole_entry(whole: WholeState) -> dict[str, torch.Tensor]:
     """Like `read_entry`, for the whole parameter, with numbers as tensors."""
-    entries, first = [read_entry(state) for state in whole.states], whole.states[0]
-    found = {"step": torch.tensor(float(first.unit.steps[first.slot]))}  # tiles receive gradients together
+    steps = {state.unit.steps[state.slot] for state in whole.states}
+    if len(steps) > 1:
+        raise UsageError(
+            f"Parts of {whole.states[0].whole!r} were frozen for a while, so they have had from {min(steps)} to "
+            f"{max(steps)} updates, and torch.distributed.checkpoint has one number for all: use save_checkpoint."
+        )
+    entries = [read_entry(state) for state in whole.states]
+    found = {"step": torch.tensor(float(steps.pop()))}
     for key, value in entries[0].items():
         is_number = not isinstance(value, torch.Tensor) or not value.dim()
         found[key] = torch.as_tensor(value) if is_number else whole.join([entry[key] for entry in entries])

@@ -72,6 +72,8 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
         self.tensors: dict[str, dict[str, LazyTensor]] = {}
         """State, or `BUFFERS` -> name -> tensor, in the order of the model. Reading one raises CheckpointError if its
         data is damaged."""
+        self._elements: dict[str, int] = {}
+        """Stored part of a parameter -> number of its elements."""
         with ExitStack() as opened:
             for state in (*self.manifest["states"], BUFFERS):
                 file = TensorFile(directory / f"{state}.safetensors", self.manifest["hashes"].get(state, {}))
@@ -97,6 +99,8 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
             held = [state for state in self.manifest["states"] if self.tensors[state] or state == WEIGHT]
             self.states = {state: self._dtype(state) for state in held}
             """Dtype of each state that a parameter has."""
+            self.steps = self._steps()
+            """Trainable parameter -> name of each stored part -> number of updates that the part has had."""
             self._opened = opened.pop_all()
 
     def specs(self, state: str) -> dict[str, TensorSpec]:
@@ -106,6 +110,15 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
     def parts(self, name: str) -> list[str]:
         """The names under which a parameter is stored."""
         return list(self._cuts[name]["parts"]) if name in self._cuts else [name]
+
+    def parts_with(self, name: str, start: int, count: int) -> list[str]:
+        """The names of the parts that have some of `count` elements of a parameter, which begin at element `start`."""
+        found, at = [], 0
+        for part in self.parts(name):
+            before, at = at, at + self._elements.get(part, start + count)
+            if before < start + count and start < at:
+                found.append(part)
+        return found
 
     @property
     def lags(self) -> Mapping[str, tuple[int, int]]:
@@ -157,6 +170,8 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
             axis = 0 if held[0].ndim == 1 else dim  # a state with fewer elements than the parameter is flat
             if len(held) != len(parts) or axis >= held[0].ndim:
                 raise self._damaged(f"its {state} lacks parts of {whole!r}")
+            if state == WEIGHT:
+                self._elements |= {part: tensor.numel() for part, tensor in zip(parts, held, strict=True)}
             try:
                 joined = cat(held, axis)
             except CheckpointError as error:
@@ -169,6 +184,19 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
                 for name, tensor in tensors.items()
                 if name == parts[0] or name not in parts
             }
+
+    def _steps(self) -> dict[str, dict[str, int]]:
+        left: dict[str, int] = dict(self.manifest["steps"])
+        found: dict[str, dict[str, int]] = {}
+        for whole in self.tensors[WEIGHT]:
+            parts = self.parts(whole)
+            if whole in left:
+                found[whole] = dict.fromkeys(parts, left.pop(whole))
+            elif not left.keys().isdisjoint(parts):
+                found[whole] = {part: left.pop(part, -1) for part in parts}
+        if left or any(min(of_parts.values()) < 0 for of_parts in found.values()):
+            raise self._damaged("'steps' does not have the names of its parameters")
+        return found
 
     def _check_manifest(self) -> None:
         """Raises CheckpointError unless every field has the right form."""

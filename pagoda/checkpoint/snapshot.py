@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +205,17 @@ class Snapshot:
         contents = Contents.of(self._engine, groups)
         with SavedCheckpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
             self._check_fits(checkpoint, contents, groups)
+            steps = [
+                [_steps(each, checkpoint) for each in self._parameters(unit)[: unit.trainable]]
+                for unit in self._engine.units
+            ]
             late = self._late(checkpoint)
             adoptable = self._adoptable(checkpoint)
             for state in self._states:
                 checkpoint.check(state.name, contents.whole_specs(state, lambda name: checkpoint.division(name)[1]))
             if checkpoint.lags:
                 weights = contents.whole_specs(self._states[0], lambda _: 1)
-                checkpoint.check(WEIGHT_BACK, [spec for spec in weights if spec.name in contents.steps])
+                checkpoint.check(WEIGHT_BACK, [spec for spec in weights if spec.name in contents.trainable])
             checkpoint.check(BUFFERS, buffer_specs)
             manifest = checkpoint.manifest
             with self._engine.replacing(late):
@@ -223,7 +228,7 @@ class Snapshot:
                 for unit in self._engine.units:
                     for param in unit.params:
                         param.grad = None
-                    unit.steps = [manifest["steps"][p.whole] for p in self._parameters(unit)[: unit.trainable]]
+                    unit.steps = steps[unit.index]
                 self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
         rank, generators = self._engine.links.mesh.everyone.rank, [manifest["rng"], *manifest["rank_rng"]]
         if rank < len(generators):  # a rank that the saved run did not have keeps its own
@@ -241,8 +246,8 @@ class Snapshot:
         said, found = checkpoint.manifest[LATE], [0] * len(self._engine.units)
         most, is_same = said["max_staleness"], True
         for parameter in all_states(self._engine):
-            here, index = parameter.stored_name, parameter.unit.index
-            for name in [here] if here in checkpoint.lags else checkpoint.parts(parameter.whole):
+            index = parameter.unit.index
+            for name in _saved_parts(parameter, checkpoint):
                 unit, lag = checkpoint.lags.get(name, (index, 0))
                 found[index] = max(found[index], lag)
                 is_same &= (unit - index) % most == 0  # else they come after other steps
@@ -344,7 +349,7 @@ class Snapshot:
                 f"{directory} holds the states {manifest['states']}, but this run keeps {wanted}: "
                 + (_FORMER_8BIT if "exp_avg_8bit" in manifest["states"] else way_out)
             )
-        differing = manifest["steps"].keys() ^ contents.steps.keys()
+        differing = checkpoint.steps.keys() ^ contents.trainable
         if differing:
             raise CheckpointError(
                 f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
@@ -357,6 +362,31 @@ class Snapshot:
                 check_rng(state)
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _saved_parts(parameter: ParameterState, checkpoint: SavedCheckpoint) -> list[str]:
+    """The names of the parts of a checkpoint that have elements of a parameter of this run. Tiles may be others than
+    those that were saved, even if they have the same names."""
+    position = parameter.position
+    if position.dim is None and checkpoint.division(parameter.whole)[1] == 1:
+        return checkpoint.parts_with(parameter.whole, position.start, prod(parameter.spec.shape))
+    if parameter.division == checkpoint.division(parameter.whole):
+        return [parameter.stored_name]
+    return checkpoint.parts(parameter.whole)
+
+
+def _steps(parameter: ParameterState, checkpoint: SavedCheckpoint) -> int:
+    """The number of updates that a parameter has had. Raises CheckpointError if its elements have had different
+    numbers."""
+    saved = checkpoint.steps[parameter.whole]
+    numbers = {saved[part] for part in _saved_parts(parameter, checkpoint)}
+    if len(numbers) > 1:
+        raise CheckpointError(
+            f"{checkpoint.directory} has {parameter.whole!r} in parts, some of which were frozen for a while, so they "
+            f"have had from {min(numbers)} to {max(numbers)} updates. This run has other parts: wrap with the "
+            "tile_limit and the ranks of the run that saved it."
+        )
+    return numbers.pop()
 
 
 @contextmanager

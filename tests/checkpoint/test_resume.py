@@ -503,3 +503,42 @@ def test_a_frozen_parameter_that_came_after_wrap_and_a_learning_rate_in_a_tensor
     optimizer.load_checkpoint(tmp_path / "step")
     assert model.late.tolist() == [1.5, -2.0]
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+class Tiled:
+    """A linear layer of four tiles in training, each tile a parameter of its own."""
+
+    def __init__(self, tile_limit: str = "4KiB") -> None:
+        torch.manual_seed(0)
+        model, tiles = nn.Sequential(nn.Linear(64, 64, bias=False)), pagoda.Tiles(tile_limit=tile_limit)
+        self.model, self.optimizer = pagoda.wrap(
+            model, pagoda.AdamW(lr=0.1), memory=RESIDENT, precision="fp32", tiles=tiles
+        )
+
+    def step(self, seed: int, frozen: bool) -> list[float]:
+        [*self.model.parameters()][1].requires_grad_(not frozen)
+        values = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
+        loss = self.model(values).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [loss.item()]
+
+
+def test_tiles_that_were_frozen_alone_keep_their_own_number_of_updates(tmp_path: Path) -> None:
+    whole, before, after = Tiled(), Tiled(), Tiled()
+    losses = [whole.step(seed, frozen=seed < 3) for seed in range(5)]
+    for seed in range(3):
+        before.step(seed, frozen=True)
+    before.optimizer.save_checkpoint(tmp_path / "saved")
+    after.optimizer.load_checkpoint(tmp_path / "saved")
+    assert [after.step(seed, frozen=False) for seed in (3, 4)] == losses[3:]
+    assert_same(after.optimizer.state_dict()["state"], whole.optimizer.state_dict()["state"])
+
+    other = Tiled("8KiB")
+    with pytest.raises(pagoda.CheckpointError, match=r"from 0 to 3 updates.*tile_limit"):
+        other.optimizer.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(pagoda.UsageError, match=r"from 0 to 3 updates.*use save_checkpoint"):
+        pagoda.OptimizerState(before.optimizer).state_dict()
+    for each in (whole, before, after, other):
+        each.optimizer.close()

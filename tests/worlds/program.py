@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 import pagoda
 from pagoda.checkpoint.reader import SavedCheckpoint
@@ -73,6 +74,7 @@ class Program:
         self.step_begun = False
         """Whether compute has used a layer in a step since the last `step()`."""
         self.evaluating = False
+        self.hooks: list[RemovableHandle] = []
         self.held: list[tuple[torch.Tensor, float, int, int]] = []
         """Views of weights that the program keeps: view, value, layer, step."""
         self.saving: tuple[Path, list[Truth], int] | None = None
@@ -83,6 +85,12 @@ class Program:
         self.folder = world.folder
 
     # --- the whole ---
+
+    def leave_autograd(self) -> None:
+        """Let go of what autograd refers to, because Python's garbage collector does not see that."""
+        for hook in self.hooks:
+            hook.remove()
+        self.held.clear()
 
     def run(self) -> None:
         """Train."""
@@ -158,7 +166,8 @@ class Program:
             self.units.append(unit)
             for slot, param in enumerate(layer.parameters()):
                 if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(partial(self.delivered, layer.number, slot))
+                    told = partial(self.delivered, layer.number, slot)
+                    self.hooks.append(param.register_post_accumulate_grad_hook(told))
 
     def _first_sizes(self) -> tuple[dict[str, int], pagoda.Split | None]:
         """Budgets to try first, which may be too small."""

@@ -103,6 +103,8 @@ class World:
                 except BaseException as error:
                     self.threads.end(error)
         finally:
+            for program in self.programs:
+                program.leave_autograd()
             shutil.rmtree(self.folder, ignore_errors=True)
         if self.threads.cause is not None:
             raise self.threads.cause
