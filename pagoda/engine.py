@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from pagoda.autograd.accesses import Accesses
+from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.activations.graph_memory import GraphMemory
 from pagoda.autograd.active_forwards import ActiveForwards
 from pagoda.autograd.loss_scale import LossScaler
@@ -162,7 +162,7 @@ class Engine:
         forward may begin before asynchronous updates have ended."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
-        with self.accesses.turn, as_plain():  # it asks each parameter for its gradient
+        with self.active_forwards.alone(), self.accesses.turn, as_plain():  # it asks each parameter for its gradient
             self.accesses.check_usable()
             self.check_not_gathered("optimizer.step()")
             self.active_forwards.check_not_resident("optimizer.step()")
@@ -202,7 +202,8 @@ class Engine:
     def _can_move(self) -> bool:
         """Whether states can move now. Waits until nothing is under way. Returns False if someone holds weights, on any
         rank."""
-        self.settle()
+        self.check_between_steps()
+        self.drain(show=False)
         self.accesses.agree("moving states to other homes")
         self.accesses.wait_until_idle()
         self.saver.settle()
@@ -253,7 +254,8 @@ class Engine:
         """Wait until every state is in its home, as the last `step()` left it. `show`: later steps see all updates,
         also asynchronous ones."""
         self.accesses.check_open()
-        self.accesses.drain(show)
+        with self.active_forwards.alone():  # an update may wait for a forward that reads its weights
+            self.accesses.drain(show)
         self.damage.check()
 
     def check_between_steps(self) -> None:
@@ -263,7 +265,8 @@ class Engine:
         if self.stepper.updates_have_begun():
             raise UsageError(
                 "The state was asked for between backward and step(): with accumulation_steps announced, some units "
-                "have had this step's update already and others have not. Call optimizer.step() first."
+                "have had this step's update already and others have not. Call optimizer.step() first, or "
+                f"{LET_UPDATES_WAIT}."
             )
 
     def check_not_gathered(self, what: str) -> None:
@@ -275,11 +278,20 @@ class Engine:
                     "would be outdated, and replace the new weights if the block modifies: end the block first."
                 )
 
-    def settle(self) -> None:
-        """Like `drain`, before states are read. What later steps read stays the same. Raises UsageError if states
-        belong to two steps."""
-        self.check_between_steps()
-        self.drain(show=False)
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other thread computes: neither a forward nor another event of training."""
+        with self.active_forwards.alone(), self.accesses.turn.lock:
+            yield
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, states can be read: updates have ended, as after `drain`, and no other thread begins one. What later
+        steps read stays the same. Raises UsageError if states belong to two steps."""
+        with self.alone():
+            self.check_between_steps()
+            self.drain(show=False)
+            yield
 
     @contextmanager
     def replacing(self, late: Late) -> Iterator[None]:
@@ -312,9 +324,9 @@ class Engine:
     def overwriting(self) -> Iterator[None]:
         """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
         States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
-        if states are already damaged, because this cannot mend them. Raises UsageError like `settle`."""
+        if states are already damaged, because this cannot mend them. Raises UsageError like `settled`."""
         self.active_forwards.check_not_resident("A change of weights or other states")
-        with self.accesses.turn.lock:
+        with self.alone():
             self.check_between_steps()
             self.drain()
             self.accesses.agree("changing weights or other states")

@@ -210,8 +210,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises UsageError between backward and `step()` if units are updated during backward.
         """
-        with self._engine.accesses.turn.lock:
-            self._engine.settle()
+        with self._engine.settled():
             plain = super().state_dict()
             entries = enumerate(map(_entry, self._members()))
             return {**plain, "state": {index: entry for index, entry in entries if entry}, **self._loss_scale()}
@@ -260,8 +259,9 @@ class PagedOptimizer(torch.optim.Optimizer):
                     "The parameters were updated during the iteration over optimizer.named_states(), so the states "
                     "would be from different steps: finish the iteration before the next step."
                 )
-            self._engine.settle()  # whoever reads may have done anything since
-            if entry := _entry(state):
+            with self._engine.settled():  # whoever reads may have done anything since
+                entry = _entry(state)
+            if entry:
                 yield state.name, entry
 
     def save_state_dict(self, path: str | Path) -> None:
@@ -318,7 +318,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._in_model.check()
         with self._saving:
             self.wait_for_checkpoint()
-            with self._engine.accesses.turn:
+            with self._engine.alone(), self._engine.accesses.turn:
                 self._snapshot.save(path, named(self.param_groups), extra or {}, old, on_error)
             if wait:
                 self.wait_for_checkpoint()
@@ -351,7 +351,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         consumed are dropped.
         """
         self._in_model.check()
-        with self._engine.accesses.turn.lock:
+        with self._engine.alone():
             groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
             for mine, saved in zip(self.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in saved.items() if key != "params"})

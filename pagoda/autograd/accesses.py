@@ -24,6 +24,8 @@ from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.served import Served
 
+LET_UPDATES_WAIT = "leave out wrap(accumulation_steps=...) (in a Trainer: Paging(backward_passes=None))"
+"""How a user keeps units from being updated during backward."""
 _ENDED_A_WAIT = "It ended a wait of Pagoda's, and left nothing half done."
 
 
@@ -111,7 +113,7 @@ class Accesses:
         if unit.updated:
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed before optimizer.step(), but it was updated during backward. Call "
-                "step() first, or leave out wrap(accumulation_steps=...), so that updates wait for step()."
+                f"step() first, or {LET_UPDATES_WAIT}, so that updates wait for step()."
             )
         self.check_usable()
         unit.used = True
@@ -150,7 +152,7 @@ class Accesses:
 
     def read(self, unit: LiveUnit, phase: Phase = Phase.BACKWARD) -> torch.Tensor:
         """A unit's weights for one operation, of backward or outside forwards. They stay in place as long as the tensor
-        is kept."""
+        is kept: no other thread has a turn before it exists."""
         with self.turn:
             lease = self.begin(unit, phase)
             if self._reading == (unit, phase):
@@ -158,7 +160,7 @@ class Accesses:
             else:
                 self.end_read()
                 self._reading = unit, phase
-        return lease.base
+            return lease.base.detach()
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Tell the scheduler an event of compute. Compute reads nothing meanwhile."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagoda.autograd.accesses import Accesses
+from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.loss_scale import LossScaler
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
@@ -26,13 +26,13 @@ from pagoda.schedule.waits import lane_of_buffers
 
 _TOO_LATE = (
     "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated during backward. "
-    "Pass wrap(clip_grad_norm=...) too, or leave out accumulation_steps."
+    f"Pass wrap(clip_grad_norm=...) too, or {LET_UPDATES_WAIT}."
 )
 
 
 _APPLIED = (
     "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after every announced "
-    "backward, or leave out wrap(accumulation_steps=...)."
+    f"backward, or {LET_UPDATES_WAIT}."
 )
 
 

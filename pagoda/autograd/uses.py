@@ -114,8 +114,7 @@ class Uses:
         if unit.active or state.is_quantized:
             why = "its weights are quantized" if state.is_quantized else "its module's forward is running"
             raise UsageError(f"Parameter {state.name!r} cannot be written to, because {why}.")
-        state.engine.settle()
-        with torch.inference_mode(False), torch.no_grad():
+        with state.engine.settled(), torch.inference_mode(False), torch.no_grad():
             stored = state.read(WEIGHT).to(unit.placeholders[slot].device)
             own: torch.Tensor = unit.as_param(slot, unit.shown(slot, stored)).data
             return own.requires_grad_(root.requires_grad)

@@ -39,10 +39,10 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             engine, unit, slot = state
             if slot in unit.gathered:  # by an outer block, which will release it
                 continue
-            engine.settle()
-            if unit.active:
-                raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
-            values = state.read(WEIGHT)
+            with engine.settled():
+                if unit.active:
+                    raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
+                values = state.read(WEIGHT)
             unit.set_part(slot, unit.shown(slot, values.to(unit.placeholders[slot].device)))
             unit.gathered[slot] = _hash(values)
             unit.used |= torch.is_grad_enabled()

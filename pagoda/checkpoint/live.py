@@ -56,7 +56,14 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[ModelTen
     """
     states = states_of(model)
     engine = next(iter(states.values())).engine
-    engine.settle()
+    with engine.settled():
+        yield _live_weights(model, engine, states, all_ranks)
+        gather_from_stage(engine, "the end of reading all weights", None)
+
+
+def _live_weights(
+    model: nn.Module, engine: Engine, states: Mapping[str, ParameterState], all_ranks: bool
+) -> ModelTensors:
     buffers = {name: constant(value) for name, value in unpaged(model)}
     ranks = 1 if engine.rank_group is None else engine.rank_group.mesh.size
     whole = _whole_tensors(engine, range(ranks if all_ranks else 1))
@@ -69,10 +76,9 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[ModelTen
     steps = [(state, state.unit.steps[: state.unit.trainable]) for state in all_states(engine)]
     trained = {state.whole for state, of_unit in steps if state.slot < len(of_unit) and of_unit[state.slot]}
     trained = {now.get(name, name) for name in trained}
-    yield ModelTensors(
+    return ModelTensors(
         f"The {type(model).__name__}", model_record(model), {**tensors, BUFFERS: buffers}, trained, is_first
     )
-    gather_from_stage(engine, "the end of reading all weights", None)
 
 
 def _names_in(model: nn.Module, engine: Engine, states: Mapping[str, ParameterState]) -> dict[str, str]:

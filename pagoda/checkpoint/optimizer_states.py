@@ -147,9 +147,9 @@ class OptimizerState:
 
         Raises UsageError between backward and step() if updates run during backward.
         """
-        self._engine.settle()
-        states = {name: _whole_entry(whole) for name, whole in self._wholes.items()}
-        scale = self._engine.stepper.scaler.state_dict()
+        with self._engine.settled():
+            states = {name: _whole_entry(whole) for name, whole in self._wholes.items()}
+            scale = self._engine.stepper.scaler.state_dict()
         return {"state": states, "param_groups": self._groups(), **({"loss_scale": scale} if scale else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -363,10 +364,13 @@ def states_of(model: nn.Module) -> dict[str, ParameterState]:
     return found
 
 
-def settle(states: Iterable[ParameterState]) -> None:
-    """Wait for every update that could change the states. Raises UsageError if they belong to two different steps."""
-    for engine in {id(state.engine): state.engine for state in states}.values():
-        engine.settle()
+@contextmanager
+def settled(states: Iterable[ParameterState]) -> Iterator[None]:
+    """Inside, the states can be read, as in `Engine.settled`."""
+    with ExitStack() as engines:
+        for engine in {id(state.engine): state.engine for state in states}.values():
+            engines.enter_context(engine.settled())
+        yield
 
 
 def gather_from_stage(engine: Engine, what: str, mine: Any) -> list[Any]:

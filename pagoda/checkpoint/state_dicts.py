@@ -9,7 +9,7 @@ from torch import nn
 
 from pagoda.checkpoint.adapter import saved_by_peft
 from pagoda.checkpoint.live import live_weights
-from pagoda.checkpoint.state import settle, state_of, states_of, unpaged, whole_states
+from pagoda.checkpoint.state import settled, state_of, states_of, unpaged, whole_states
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.plan.layout import WEIGHT
@@ -43,7 +43,10 @@ class WeightStateDicts:
                 module.register_load_state_dict_pre_hook(self._take)  # type: ignore[no-untyped-call]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        self._engine.settle()
+        with self._engine.settled():
+            self._fill_settled(module, state_dict, prefix)
+
+    def _fill_settled(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         version = sum(
             self._engine.accesses.edition(unit) for unit in self._engine.units
         )  # tiles of one parameter may be in several units
@@ -135,11 +138,12 @@ def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     states = {name: state for name, p in wanted.items() if (state := state_of(p)) is not None}
     if not states:
         raise UsageError("This model is not wrapped, or all of it is frozen: call pagoda.wrap(model, ...) first.")
-    settle(states.values())
     first = {id(wanted[name]): name for name in reversed(states)}
-    masters = {
-        name: whole.master() for name, whole in whole_states({name: states[name] for name in first.values()}).items()
-    }
+    with settled(states.values()):
+        masters = {
+            name: whole.master()
+            for name, whole in whole_states({name: states[name] for name in first.values()}).items()
+        }
     tied = {name: masters[first[id(wanted[name])]] for name in states if first[id(wanted[name])] in masters}
     others = unpaged(model, every_name=True) if saved else ()
     return masters | tied | {name: value.clone() for name, value in others if name in saved}
@@ -171,8 +175,8 @@ class ModelState:
 
         Raises UsageError between backward and step() if updates run during backward.
         """
-        settle(self._states.values())
-        masters = {name: whole.master() for name, whole in self._wholes.items()}
+        with settled(self._states.values()):
+            masters = {name: whole.master() for name, whole in self._wholes.items()}
         return masters | {name: buffer.clone() for name, buffer in unpaged(self._model)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -197,6 +197,12 @@ def test_compiling_after_wrap_is_refused(
         loss_of(compile_late(model))
 
 
+def test_tracing_after_wrap_is_refused(wrap: Wrap) -> None:
+    layer, _ = wrap(nn.Linear(8, 8), precision="fp32")
+    with pytest.raises(pagoda.UsageError, match=r"torch\.jit\.trace .*state_dict\(\)"):
+        torch.jit.trace(layer, torch.ones(1, 8))
+
+
 def test_a_whole_graph_of_a_wrapped_model_is_refused(wrap: Wrap) -> None:
     """torch words this error, and Pagoda the reason in it."""
     model, _ = wrap(fresh(), precision="fp32")

@@ -1,5 +1,6 @@
 """Several threads of a user may run one wrapped model: forwards wait for each other, and gradients are those of all."""
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from zoo import ALL_ON_SSD, squeeze
 import pagoda
 
 from .conftest import Wrap
-from .loops import backward, inputs, layers
+from .loops import assert_same_state, backward, inputs, layers
 
 SOON_S = 30
 
@@ -135,3 +136,52 @@ def test_backwards_of_two_threads_that_meet_at_a_parameter_are_refused(wrap: Wra
     optimizer.zero_grad()
     backward(model, 0)
     optimizer.step()
+
+
+ALL = [*range(6)]
+READS: dict[str, Callable[[nn.Module], object]] = {
+    "forward": torch.no_grad()(lambda model: model(inputs(9), ALL)),
+    "function": lambda model: [param.clone() for param in model.parameters()],
+    "state dict": lambda model: model.state_dict(),
+    "masters": pagoda.trainable_state_dict,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_another_thread_reads_changes_no_bit_of_training(name: str, wrap: Wrap, tmp_path: Path) -> None:
+    def steps(model: Any, optimizer: Any, goes_on: Callable[[int], bool]) -> list[float]:
+        losses: list[float] = []
+        while goes_on(len(losses)):
+            losses.append(backward(model, len(losses), ALL))
+            optimizer.step()
+            if len(losses) % 2:
+                optimizer.drain()  # updates may wait for the other thread's forward
+        return losses
+
+    memory = squeeze(layers(6), ALL_ON_SSD, tmp_path, precision="fp32")
+    read, trained = wrap(layers(6), memory, precision="fp32"), threading.Event()
+    reads = 0
+
+    def train() -> list[float]:
+        try:
+            return steps(*read, lambda taken: taken < 6 or (reads < 20 and taken < 300))
+        finally:
+            trained.set()
+
+    def others() -> None:
+        nonlocal reads
+        while not trained.is_set():
+            READS[name](read[0])
+            reads += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        losses, told = in_threads(train, others)
+    finally:
+        sys.setswitchinterval(interval)
+    assert told is None
+    assert isinstance(losses, list), losses
+    alone = wrap(layers(6), pagoda.Memory(host="64MiB"), precision="fp32")
+    assert losses == steps(*alone, lambda taken: taken < len(losses))
+    assert_same_state(read, alone)

@@ -163,7 +163,7 @@ def test_penalties_meet_updates_during_backward_and_recomputation(
 def test_a_read_that_an_update_during_backward_has_overtaken_is_refused(wrap_net: Callable[..., Any]) -> None:
     model, optimizer = wrap_net(IN_PLACE, accumulation_steps=1)
     model(batch(0)).backward()
-    with pytest.raises(pagoda.UsageError, match=r"'layers\.4' is needed before optimizer\.step\(\)"):
+    with pytest.raises(pagoda.UsageError, match=r"'layers\.4' is needed before .*Paging\(backward_passes=None\)"):
         model.layers[4].weight.norm()
     optimizer.step()
 

@@ -129,6 +129,7 @@ def refusal() -> Callable[[], NoReturn]:
 
 def _refuse() -> NoReturn:
     raise UsageError(
-        "torch.compile was called on a wrapped model, a part of it, or a function that runs it. Weights come and go "
-        "around each forward, which compiled code cannot follow: compile the model's blocks before wrap()."
+        "torch.compile or torch.jit.trace was called on a wrapped model, a part of it, or a function that runs it. "
+        "Weights come and go around each forward, which compiled code cannot follow: compile the model's blocks before "
+        "wrap(), and trace a model that is not wrapped, with the state_dict() of this one."
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pagoda.autograd.accesses import Accesses
+from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.activations.blocks import ModelBlock
 from pagoda.autograd.activations.offload import Offloader
 from pagoda.autograd.activations.partition import Partitioner
@@ -73,8 +73,7 @@ class WeightReference:
             raise UsageError(
                 f"Backward needs the weights of {unit.spec.name!r} as they were in forward (version {self._version}), "
                 f"but an update has changed them since (version {edition}). Run every backward of a graph before "
-                "optimizer.step(); with updates during backward, leave out wrap(accumulation_steps=...) so that they "
-                "wait for step()."
+                f"optimizer.step(); with updates during backward, {LET_UPDATES_WAIT} so that they wait for step()."
             )
         weight = self._view.of(self._accesses.read(unit))
         return weight if self._form is None else self._form.around(weight)
