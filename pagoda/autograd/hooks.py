@@ -143,7 +143,7 @@ class ModelHooks:
                 accesses.end_forward(recorded)
 
     def _refuse_compiling(self, *_: object) -> None:
-        if torch.compiler.is_dynamo_compiling() or torch._C._get_tracing_state() is not None:
+        if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             self._refuse()
 
     def _follow(self, block: ModelBlock, units: list[LiveUnit]) -> None:

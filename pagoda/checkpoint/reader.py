@@ -113,9 +113,11 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
 
     def parts_with(self, name: str, start: int, count: int) -> list[str]:
         """The names of the parts that have some of `count` elements of a parameter, which begin at element `start`."""
+        if name not in self._cuts:
+            return [name]
         found, at = [], 0
         for part in self.parts(name):
-            before, at = at, at + self._elements.get(part, start + count)
+            before, at = at, at + self._elements[part]
             if before < start + count and start < at:
                 found.append(part)
         return found
