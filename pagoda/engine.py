@@ -162,10 +162,10 @@ class Engine:
         forward may begin before asynchronous updates have ended."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
+        self.active_forwards.check_not_resident("optimizer.step()")  # before it waits for the end of that block
         with self.active_forwards.alone(), self.accesses.turn, as_plain():  # it asks each parameter for its gradient
             self.accesses.check_usable()
             self.check_not_gathered("optimizer.step()")
-            self.active_forwards.check_not_resident("optimizer.step()")
             scale = self.stepper.scaler.scale
             norms = self.stepper.step(late)
             replanned = self._follow_trace()

@@ -351,6 +351,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         consumed are dropped.
         """
         self._in_model.check()
+        self._engine.active_forwards.check_not_resident("load_checkpoint()")
         with self._engine.alone():
             groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
             for mine, saved in zip(self.param_groups, groups, strict=True):

@@ -152,7 +152,7 @@ class Accesses:
 
     def read(self, unit: LiveUnit, phase: Phase = Phase.BACKWARD) -> torch.Tensor:
         """A unit's weights for one operation, of backward or outside forwards. They stay in place as long as the tensor
-        is kept: no other thread has a turn before it exists."""
+        is kept. It is made before another thread has a turn, so that nothing moves the weights in between."""
         with self.turn:
             lease = self.begin(unit, phase)
             if self._reading == (unit, phase):

@@ -43,10 +43,10 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
                 if unit.active:
                     raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
                 values = state.read(WEIGHT)
-            unit.set_part(slot, unit.shown(slot, values.to(unit.placeholders[slot].device)))
-            unit.gathered[slot] = _hash(values)
-            unit.used |= torch.is_grad_enabled()
-            taken.append(state)
+                unit.set_part(slot, unit.shown(slot, values.to(unit.placeholders[slot].device)))
+                unit.gathered[slot] = _hash(values)
+                unit.used |= torch.is_grad_enabled()
+                taken.append(state)
         yield
         for state in states.values() if modify else ():
             values = state.unit.current(state.slot)

@@ -48,7 +48,7 @@ class ParameterState(NamedTuple):
     """The states of one parameter on this rank: of the whole parameter, of a tile, or of this rank's part of a DTensor.
 
     Construction, state dicts, `gathered`, `torch.distributed.checkpoint` and the loading of checkpoints read and write
-    states here. Call `Engine.settle` before reading, and write inside `Engine.overwriting` or `Engine.replacing`. A
+    states here. Read inside `Engine.settled`, and write inside `Engine.overwriting` or `Engine.replacing`. A
     read gathers the slices of data-parallel ranks, so all of them must read the same state at the same time. A write
     keeps only the rank's own slice.
     """

@@ -1,6 +1,7 @@
 """A wrapped model's weights as dictionaries: torch's `state_dict`, that of the whole model on several ranks, and fp32
 masters of the trained or of all parameters."""
 
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
@@ -13,6 +14,27 @@ from pagoda.checkpoint.state import settled, state_of, states_of, unpaged, whole
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.plan.layout import WEIGHT
+
+
+@dataclass
+class _InDict:
+    """What a state dict has so far."""
+
+    copies: WeakValueDictionary[tuple[int | str, int], torch.Tensor] = field(default_factory=WeakValueDictionary)
+    """(parameter, or name of a tiled one; version) -> its copy, for tied names and for tiles."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Name -> version, since a call of `state_dict` began to fill it."""
+
+    def add(self, name: str, version: int) -> None:
+        """A parameter of a version comes in. Raises UsageError if others have another one."""
+        if name in self.versions:  # another call fills the same dictionary
+            self.versions.clear()
+        self.versions[name] = version
+        if version != next(iter(self.versions.values())):
+            raise UsageError(
+                "Another thread updated the parameters during state_dict(), which would have weights of different "
+                "steps: use pagoda.full_state_dict(model), for which that thread waits."
+            )
 
 
 class WeightStateDicts:
@@ -28,8 +50,8 @@ class WeightStateDicts:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
-        self._copies: dict[int, WeakValueDictionary[tuple[int | str, int], torch.Tensor]] = {}
-        """state dict -> (parameter, or name of a tiled one; version) -> its copy, for tied names and for tiles."""
+        self._dicts: dict[int, _InDict] = {}
+        """By state dict."""
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._fill(module, state_dict, prefix)  # torch sets an attribute on the hook, so no bound method
@@ -56,7 +78,9 @@ class WeightStateDicts:
                 continue
             if state_dict[prefix + name] is param:  # with `keep_vars`, it is the parameter that was asked for
                 continue
-            copies = self._copies_in(state_dict)
+            present = self._in_dict(state_dict)
+            present.add(prefix + name, version)
+            copies = present.copies
             value = copies.get((id(param), version))
             if value is None:
                 value = state.read(WEIGHT)
@@ -69,19 +93,19 @@ class WeightStateDicts:
                 value = copies[id(param), version] = state.as_param(value)
             state_dict[prefix + name] = value
 
-    def _copies_in(self, state_dict: dict[str, Any]) -> WeakValueDictionary[tuple[int | str, int], torch.Tensor]:
-        """Copies in this state dict. Those in an earlier one go with it, since another may get its address."""
+    def _in_dict(self, state_dict: dict[str, Any]) -> _InDict:
+        """What is in this state dict. It is forgotten with it, since another may get its address."""
         key = id(state_dict)
-        if key not in self._copies:
+        if key not in self._dicts:
             try:
-                finalize(state_dict, self._copies.pop, key, None).atexit = False
+                finalize(state_dict, self._dicts.pop, key, None).atexit = False
             except TypeError:
                 raise UsageError(
                     "state_dict(destination=...) takes a collections.OrderedDict, not a plain dict: nothing tells when "
                     "that is freed."
                 ) from None
-            self._copies[key] = WeakValueDictionary()
-        return self._copies[key]
+            self._dicts[key] = _InDict()
+        return self._dicts[key]
 
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):

@@ -120,7 +120,7 @@ def _run(args: Sequence[str]) -> int:
     except OSError as error:
         if error.filename is None:  # no file or directory that a user could name
             raise
-        return _tell(f"{error.filename} cannot be used: {error.strerror}", USER_ERROR)
+        return _tell(f"{error.filename} cannot be used: {error.strerror or error}", USER_ERROR)
     except KeyboardInterrupt:
         return _tell(interrupted, _INTERRUPTED)
 

@@ -103,7 +103,9 @@ def _read(directory: Path) -> dict[str, list[Any]]:
     except OSError as error:
         raise CheckpointError(f"{directory} is not complete: {SEAL} cannot be read ({error.strerror})") from error
     except FormError as error:
-        raise CheckpointError(f"{directory / SEAL} is damaged: {error}") from error
+        raise CheckpointError(
+            f"{directory / SEAL} was edited or damaged, or another version wrote it: {error}"
+        ) from error
     files: dict[str, list[Any]] | None = content.get("files")
     if content.get("format") != _FORMAT:
         raise CheckpointError(f"{directory / SEAL} is damaged")

@@ -183,7 +183,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
         csv.field_size_limit(1 << 30)
         reader = csv.DictReader(lines, delimiter="\t" if suffix(path) == ".tsv" else ",", strict=True)
         try:
-            if (name := _twice(reader.fieldnames or ())) is not None:
+            if (name := _twice(name for name in reader.fieldnames or () if name)) is not None:
                 raise ConfigError(f"{path}, line 1: two columns have the name {name!r}: rename one")
             for row in reader:
                 where = f"{path}, line {reader.line_num}"

@@ -18,9 +18,9 @@ from pagoda.simulate.hardware import Figure
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
 from pagoda.train.metrics import (
-    EVALUATION_FORM,
     SAMPLE_FORM,
     STEP_FORM,
+    read_evaluations,
     read_metrics,
 )
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
@@ -53,7 +53,7 @@ def report(source: Path) -> str:
 def _run_page(directory: Path) -> str:
     run = RunDir(directory)
     config = run.started_config().settings()
-    steps, evals = read_metrics(run.metrics, STEP_FORM), read_metrics(run.evals, EVALUATION_FORM)
+    steps, evals = read_metrics(run.metrics, STEP_FORM), read_evaluations(run.evals)
     samples = read_metrics(run.samples, SAMPLE_FORM)
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
@@ -100,7 +100,7 @@ def _plan_page(file: Path) -> str:
     )
 
 
-def _read(file: Path, otherwise: str = "is damaged") -> dict[str, Any]:
+def _read(file: Path, otherwise: str = "was edited or damaged, or another version wrote it") -> dict[str, Any]:
     """The content of a file that a run or `pagoda plan` wrote. Raises ConfigError if it cannot be read, or what it is
     `otherwise` if it was changed since."""
     try:

@@ -15,7 +15,9 @@ from pagoda.train.seen import Seen
 
 STDLIB = "stdlib"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-_OTHER_SPLITS = re.compile("(test|val|valid|validation|eval|evaluation|dev)(s|set|ing)?(?![a-z])", re.IGNORECASE)
+_OTHER_SPLITS = re.compile(
+    "(test|val|valid|validation|eval|evaluation|dev)(s|set|ing|data|split|test)?(?![a-z])", re.IGNORECASE
+)
 """How names of files and folders begin that hold another split."""
 _NO_RECORDS, _OTHER_SPLIT = "not a file of records", "another split, by its name"
 _PIECE = 1 << 17

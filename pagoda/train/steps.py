@@ -112,7 +112,11 @@ class Steps:
         if self._evaluator is not None:
             self._losses = read_losses(self._run_dir.evals, until=done, data=self._evaluator.data)
             if not self._losses and read_metrics(self._run_dir.evals):
-                say(self._console, "Evaluation: on other sequences than before, so the best checkpoint is chosen anew")
+                say(
+                    self._console,
+                    "Evaluation: on other sequences than before, or noted by another version: the best "
+                    "checkpoint is chosen anew",
+                )
             evaluated = any(step == done for step, _ in self._losses)
             # A run that was interrupted has left out the evaluation after its last step.
             first = None if evaluated or done % config.evaluates_every else self._evaluate(done)

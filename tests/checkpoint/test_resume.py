@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -533,3 +534,45 @@ def test_tiles_that_were_frozen_alone_keep_their_own_number_of_updates(tmp_path:
         pagoda.OptimizerState(before.optimizer).state_dict()
     for each in (whole, before, after, other):
         each.optimizer.close()
+
+
+class Empty(nn.Linear):
+    """With a parameter that has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values).sum() + self.none.sum()
+
+
+def test_a_parameter_without_elements_is_resumed(tmp_path: Path) -> None:
+    model, optimizer = pagoda.wrap(Empty(), pagoda.AdamW(lr=0.1), memory=RESIDENT, precision="fp32")
+    model(torch.ones(1, 4)).backward()
+    optimizer.step()
+    optimizer.save_checkpoint(tmp_path / "step")
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert [entry["step"].item() for entry in optimizer.state_dict()["state"].values()] == [1, 1]
+    optimizer.close()
+
+
+def test_a_state_dict_has_weights_of_one_step() -> None:
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    model, optimizer = pagoda.wrap(
+        layers, pagoda.SGD(lr=0.1), memory=pagoda.Memory(host="1MiB", unit_limit="4KiB"), precision="fp32"
+    )
+
+    def train(*_: object) -> None:
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+
+    found: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for _ in range(2):
+        train()
+        model.state_dict(destination=found)
+    assert torch.equal(found["0.weight"], model.state_dict()["0.weight"])
+    layers[0].register_state_dict_post_hook(train)  # type: ignore[no-untyped-call]
+    with pytest.raises(pagoda.UsageError, match="weights of different steps"):
+        model.state_dict()
+    optimizer.close()

@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,18 @@ def test_backwards_of_two_threads_that_meet_at_a_parameter_are_refused(wrap: Wra
 
 
 ALL = [*range(6)]
+
+
+def _state_dict(model: nn.Module) -> None:
+    with suppress(pagoda.UsageError):  # an update came in between
+        model.state_dict()
+
+
 READS: dict[str, Callable[[nn.Module], object]] = {
     "forward": torch.no_grad()(lambda model: model(inputs(9), ALL)),
     "function": lambda model: [param.clone() for param in model.parameters()],
-    "state dict": lambda model: model.state_dict(),
+    "state dict": _state_dict,
+    "full state dict": pagoda.full_state_dict,
     "masters": pagoda.trainable_state_dict,
 }
 

@@ -207,7 +207,7 @@ def test_a_file_that_was_changed_is_named(directory: Path, tmp_path: Path) -> No
         text = (run / name).read_text()
         assert old in text
         (run / name).write_text(text.replace(old, new, 1))
-        with pytest.raises(ConfigError, match=rf"{name} is damaged"):
+        with pytest.raises(ConfigError, match=rf"{name} was edited or damaged"):
             report(run)
 
 
