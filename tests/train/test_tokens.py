@@ -213,6 +213,7 @@ def test_a_folder_of_records_is_a_data_set_without_its_other_splits(tmp_path: Pa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_lines(tmp_path / name, [{"text": "to learn"}])
     others = ("test-00000.jsonl", "val.jsonl", "Validation_2/a.jsonl", "evals.jsonl", "dev/a.jsonl", "testset.jsonl")
+    others += ("testdata.jsonl", "devtest/a.jsonl")
     for name in others:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_lines(tmp_path / name, [{"text": "not to learn"}])
@@ -531,3 +532,10 @@ def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path, monkeypatch: p
     (ids,) = documents_of(open_tokens(str(tmp_path / "a.txt"), ModelTokenizer(tmp_path)))
     assert ids == [*AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"], made.eos_token_id]
     assert ids[0] == 1
+
+
+def test_columns_without_a_name_may_be_several(tmp_path: Path) -> None:
+    """Spreadsheets write a comma for each empty column."""
+    (tmp_path / "a.csv").write_text("text,,\none,,\n")
+    found = read_records(tmp_path / "a.csv", Seen(), lambda _: None)
+    assert [document.text for document in found] == ["one"]
