@@ -249,4 +249,6 @@ def test_the_output_of_train_in_the_readme_is_what_train_prints(
     assert main([{"400MiB": "600KiB"}.get(word, word) for word in words]) == 0
     printed = {shape(line) for line in capsys.readouterr().out.splitlines()}
     shown = next(block for block in blocks(ROOT / "README.md", "text") if "Chosen" in block)
-    assert not {shape(line) for line in shown.splitlines()} - printed
+    for line in shown.splitlines():
+        form = re.escape(shape(line)).replace(re.escape("[...]"), ".*")  # a part that is left out
+        assert any(re.fullmatch(form, each) for each in printed), line
