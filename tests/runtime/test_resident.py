@@ -1,5 +1,6 @@
 """`pagoda.resident` keeps all weights leased for forwards without training, with the bits of forwards outside."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,25 @@ def test_what_would_change_weights_or_need_gradients_is_refused_inside(wrap: Wra
     before = written(paged)
     optimizer.step()
     assert not torch.equal(written(paged), before)
+
+
+def test_a_step_beside_another_threads_block_is_refused_at_once(wrap: Wrap) -> None:
+    paged, optimizer = wrap(model())
+    paged(input_ids=IDS, labels=IDS).loss.backward()
+    inside, refused = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pagoda.resident(paged):
+            inside.set()
+            refused.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert inside.wait(10)
+        with pytest.raises(pagoda.UsageError, match=r"step\(\) was called inside `with pagoda.resident"):
+            optimizer.step()
+    finally:
+        refused.set()
+        holder.join()
+    optimizer.step()
