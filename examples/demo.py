@@ -1,87 +1,128 @@
-"""Trains a 110M-parameter Llama with RAM for less than a quarter of its training state; SSD holds the rest.
+"""Trains a small language model with a quarter of the RAM that its state takes, kills the run, resumes it, and compares
+the result with a run in RAM, bit for bit.
 
-Run it with `make demo`. It writes runs/demo/ (a previous demo there is removed) and takes a minute or two on
-two CPU cores. It trains in bf16, or in fp32 where the CPU multiplies bf16 matrices far slower. Either way the state
-takes as many bytes.
+Run it with `make demo`. It takes about a minute on two CPU cores and writes runs/demo/ (a former demo there is
+removed). The text is the source code of Python's standard library; each byte is a token.
 """
 
-import resource
+import hashlib
+import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from statistics import median
+from typing import Any
 
-import torch
-from rich.console import Console
-
-from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
-from pagoda.config.memory import Memory
-from pagoda.memory.sizes import format_bytes
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
-from pagoda.train import OptimConfig, TrainConfig, run
-from pagoda.train.metrics import read_metrics
-
-OUT = Path(__file__).resolve().parent.parent / "runs" / "demo"
-HOST = "300MiB"
-STATE_BYTES_PER_PARAMETER = 12
-"""fp32 weight, or bf16 weight and the low half of its fp32 master; and two fp32 moments."""
+OUT = Path("runs/demo")
+RAM = "40MiB"
+STEPS, SAVED, KILLED = 20, 10, 13
+"""Steps of a run, the step that is saved first, and the step in which the run is killed."""
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "tie_word_embeddings": True,
+}
+"""A Llama of 14 million parameters: 12 bytes of state for each are four times the RAM."""
+SHOWN = ("Plan:", "step ", "Checkpoint:", "Resum", "Report:")
+"""Beginnings of the lines that the demo shows."""
 
 
 def main() -> None:
-    """Trains, then compares what was planned with what was measured."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    """Four commands, then what they show."""
+    began = time.perf_counter()
     shutil.rmtree(OUT, ignore_errors=True)
-    ssd = OUT / "ssd"
-    ssd.mkdir(parents=True)
-    console = Console()
-    slowdown = cpu_slowdown(torch.bfloat16)
-    precision: Literal["bf16", "fp32"] = "fp32" if slowdown >= FAR_SLOWER else "bf16"
-    console.print(
-        f"Precision: {precision}; this CPU multiplies bf16 matrices in {slowdown:.1f} times the time of fp32 ones",
-        soft_wrap=True,
-        highlight=False,
+    (OUT / "model").mkdir(parents=True)
+    (OUT / "model" / "config.json").write_text(json.dumps(MODEL))
+    (OUT / "pages").mkdir()
+    paged, whole = OUT / "paged", OUT / "in-ram"
+    train = f"train --model {OUT}/model --data stdlib --precision fp32 --batch-size 2 --seq-len 256 --lr 1e-3"
+    train = f"{train} --steps {STEPS} --checkpoint-every {SAVED}"
+
+    print(f"1. {RAM} of RAM for state, the rest in {OUT}/pages. kill -9 ends the run in step {KILLED + 1}.")
+    pagoda(f"{train} --memory.host {RAM} --memory.ssd {OUT}/pages --out {paged}", kill_after=f"step {KILLED}/")
+    print(f"\n2. Resume: it goes on after step {SAVED}, the last checkpoint.")
+    pagoda(f"train --resume --out {paged}")
+    print("\n3. The same run with all state in RAM, not interrupted.")
+    pagoda(f"{train} --out {whole}")
+    print("\n4. A page with the losses, the plan and what each part of the machine did.")
+    pagoda(f"report {paged} --out {OUT}/report.html")
+
+    print("\nWhat this shows:")
+    for line in shown(paged, whole):
+        print(f"- {line}")
+    print(
+        f"It took {time.perf_counter() - began:.0f} s. Open {OUT}/report.html in a browser, and go on with README.md."
     )
-    config = TrainConfig(
-        model="llama-110m",
-        steps=16,
-        batch_size=2,
-        seq_len=128,
-        precision=precision,
-        memory=Memory(host=HOST, ssd=str(ssd)),
-        optim=OptimConfig(lr=1e-3, warmup_steps=4),
-        save_at_end=False,  # 1.3 GB that nobody needs
-        out=OUT,
+
+
+def shown(paged: Path, whole: Path) -> Iterator[str]:
+    """A sentence for each promise, from what the two runs wrote. Ends the demo if their bits differ."""
+    steps, reference = metrics(paged), metrics(whole)
+    if [step["loss"] for step in steps] != [step["loss"] for step in reference] or digest(paged) != digest(whole):
+        raise SystemExit("The two runs differ. This must not be: please report it.")
+    plan = json.loads((paged / "plan.json").read_text())
+    states = {name: plan["bytes"]["ssd"][name] for name in ("weight", "exp_avg", "exp_avg_sq")}
+    held, planned = (max(step["peak_bytes"]["host"] for step in steps), sum(plan["bytes"]["host"].values()))
+    times = [median(step["step_s"] for step in run) for run in (steps, reference)]
+    stalls = sum(sum(step["stall_s"].values()) for step in steps) / sum(step["step_s"] for step in steps)
+    yield (
+        f"Same bits: all {STEPS} losses ({steps[0]['loss']:.2f} -> {steps[-1]['loss']:.2f}) and all weights are those"
+        " of the run in RAM."
     )
-    rss_before = _peak_rss_bytes()
-    result = run(config, console)
-    assert result is not None, "it starts anew, so it has not finished"
-    steps = read_metrics(OUT / "metrics.jsonl")
-
-    plan = result.plan
-    state_bytes = plan.parameters * STATE_BYTES_PER_PARAMETER
-    budget = plan.budgets.host
-    planned = plan.peak_bytes["host"]
-    measured = max(line["peak_bytes"]["host"] for line in steps)
-    step_s = sum(line["step_s"] for line in steps) / len(steps)
-    stalls = {lane: sum(line["stall_s"][lane] for line in steps) / len(steps) for lane in steps[0]["stall_s"]}
-    lines = [
-        "",
-        f"loss            {result.first_loss:.3f} -> {result.final_loss:.3f} in {len(steps)} steps",
-        f"training state  {format_bytes(state_bytes)}, {state_bytes / budget:.1f} times the RAM it was given"
-        f" ({format_bytes(budget)})",
-        f"RAM for state   {format_bytes(measured)} at most; the plan said {format_bytes(planned)}",
-        f"whole process   {format_bytes(_peak_rss_bytes())} at most: {format_bytes(rss_before)} before it"
-        " (Python and torch), the state, activations, the text and libraries",
-        f"speed           {result.tokens_per_s:,.0f} tokens/s, {step_s:.2f} s a step",
-        f"stalls          {sum(stalls.values()):.2f} s a step, "
-        + ", ".join(f"{lane} {seconds:.2f}" for lane, seconds in stalls.items() if seconds >= 0.005),
-    ]
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+    yield (
+        f"One home per byte: weights and Adam's two moments take {mib(sum(states.values()))},"
+        f" {sum(states.values()) / plan['params']:.1f} bytes a parameter, and no state is kept twice."
+    )
+    yield f"The plan is the truth: state took {mib(held)} of RAM at most; planned were {mib(planned)}."
+    yield f"Nothing is lost: killed in step {KILLED + 1}, resumed after step {SAVED}, and the result is the same."
+    yield (
+        f"Close to the limit: a step takes {times[0]:.2f} s, and {times[1]:.2f} s in RAM. Compute waited for the SSD"
+        f" and other work in {stalls:.0%} of the time."
+    )
 
 
-def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's steps."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def digest(run: Path) -> str:
+    """A hash of the weights after the last step."""
+    from pagoda.checkpoint.export import export
+
+    export(run / "checkpoints" / f"step-{STEPS:06d}", run / "exported")
+    return hashlib.sha256((run / "exported" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def mib(count: int) -> str:
+    """Bytes in MiB."""
+    return f"{count / 2**20:.0f} MiB"
+
+
+def pagoda(arguments: str, kill_after: str | None = None) -> None:
+    """Runs a command and shows some of its lines. Kills it after a line that begins with `kill_after`."""
+    print(f"$ pagoda {arguments}", flush=True)
+    command = [sys.executable, "-m", "pagoda", *arguments.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(SHOWN):
+                print(f"  {line}", end="", flush=True)
+            if kill_after and line.startswith(kill_after):
+                process.kill()
+    if process.returncode != (-signal.SIGKILL if kill_after else 0):
+        raise SystemExit("".join(lines))
 
 
 if __name__ == "__main__":

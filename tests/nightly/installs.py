@@ -2,6 +2,7 @@
 
     python tests/nightly/installs.py                                          # the newest packages that it allows
     python tests/nightly/installs.py --oldest                                 # the oldest of each
+    python tests/nightly/installs.py -c constraints.txt                       # those of `make`
     python tests/nightly/installs.py --python python3.13 torch==2.11.0 transformers==5.17.0
 
 Packages come from where pip gets them. `.github/workflows/nightly.yml` has the combinations.
@@ -83,17 +84,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the environment")
     parser.add_argument("--wheel", type=Path, help="a wheel that has been built")
+    parser.add_argument("-c", dest="constraints", type=Path, help="constraints for pip, as its -c takes them")
     parser.add_argument("--oldest", action="store_true", help="the oldest version of each package")
     parser.add_argument("pins", nargs="*", help="NAME==VERSION of packages, which replaces the oldest")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         built = arguments.wheel.resolve() if arguments.wheel else wheel(folder)
+        names = zipfile.ZipFile(built).namelist()
+        assert any(re.search(r"\.dist-info/licenses/LICENSE$", name) for name in names), "the wheel has its licence"
         pins = {pin.partition("==")[0]: pin for pin in [*(oldest(built) if arguments.oldest else ()), *arguments.pins]}
         run([arguments.python, "-m", "venv", str(folder / "venv")])
         binaries = folder / "venv" / "bin"
         python = str(binaries / "python")
-        run([python, "-m", "pip", "install", "--quiet", f"{built}[{EXTRA}]", *pins.values()])
+        constraints = ["-c", str(arguments.constraints)] if arguments.constraints else []
+        run([python, "-m", "pip", "install", "--quiet", f"{built}[{EXTRA}]", *pins.values(), *constraints])
         installed = json.loads(run([python, "-m", "pip", "list", "--format", "json"]))
         print(*(f"{package['name']}=={package['version']}" for package in installed))
         run([python, "-m", "pip", "check"])
