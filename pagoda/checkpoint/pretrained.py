@@ -69,6 +69,12 @@ def weight_files(directory: Path) -> list[Path]:
     return []
 
 
+def dtype_of_files(directory: Path) -> torch.dtype | None:
+    """The dtype of the first floating-point tensor in the files of a directory. None if there is none."""
+    specs = (spec for path in weight_files(directory) for spec in TensorFile(path).specs.values())
+    return next((spec.dtype for spec in specs if spec.dtype in _FLOATS), None)
+
+
 def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     """Give a transformers model, built in `pagoda.init()`, the weights of a directory.
 

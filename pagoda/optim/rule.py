@@ -51,6 +51,7 @@ from pagoda.errors import ConfigError
 from pagoda.optim.codecs import BLOCK, Key
 
 DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISIONS: Mapping[torch.dtype, Precision] = {dtype: precision for precision, dtype in DTYPES.items()}
 
 
 def gradient_dtype(precision: Precision) -> torch.dtype:
