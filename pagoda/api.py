@@ -39,7 +39,7 @@ from pagoda.mesh.dtensors import check_tensor_parallel, divided_in
 from pagoda.mesh.mesh import Mesh, as_mesh, open_mesh
 from pagoda.models.build import build_from_directory
 from pagoda.optim.param_groups import ParamGroups, Reserve, check_placed, named_groups, reserved_names
-from pagoda.optim.rule import Rule, TensorRule
+from pagoda.optim.rule import DTYPES, Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parameters.quantized import keep_packing
 from pagoda.plan.activations import SHARE_OF_MEMORY
@@ -172,6 +172,7 @@ class _Wrapping:
         self._model = model
         self._converts = training.precision is not None
         self._training = training = _with_precision(training, model)
+        self._dtype = DTYPES[training.chosen_precision]
         self._mesh = mesh
         if not isinstance(rule, Rule):
             raise ConfigError(
@@ -193,7 +194,7 @@ class _Wrapping:
 
     def wrapped(self, param_groups: ParamGroups | None, reserve: Reserve) -> PagedOptimizer:
         """Move the model into pages. Returns its optimizer."""
-        model, rule, training, dtype = self._model, self._rule, self._training, self._states[0].dtype
+        model, rule, training = self._model, self._rule, self._training
         groups = named_groups(model, param_groups)
         trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
         check_placed(model, trained)
@@ -204,21 +205,22 @@ class _Wrapping:
         in_pieces = [] if training.sequence_tiles is None else modules_to_tile(model, training)
         device = open_device(compute_device(self._memory))
         if self._converts:
-            check_converted(model, dtype)
-        check_nodes_are_free(model, dtype, device.torch_device)
-        check_quantized(model, dtype, trained)
+            check_converted(model, self._dtype)
+        check_nodes_are_free(model, self._dtype_of, device.torch_device)
+        check_quantized(model, self._dtype_of, trained)
         tiled_bytes = training.tile_bytes
         check_tensor_parallel(model, self._mesh, device.torch_device)
         if device.torch_device.type == "cpu":
-            check_batch_norms(model, dtype)
+            check_batch_norms(model, self._dtype_of)
+        itemsize = max((self._dtype_of(param).itemsize for param in model.parameters()), default=1)
         tiling = Tiling(
             model,
-            None if tiled_bytes is None else tiled_bytes // dtype.itemsize,
+            None if tiled_bytes is None else tiled_bytes // itemsize,
             trained=trained,
             cuts_stacks=not isinstance(rule, TensorRule),
             in_blocks=any(state.per > 1 for state in self._states),
             exchange=ExpertExchange(self._mesh) if self._mesh.ranks.expert_parallel > 1 else None,
-            most_looked_up=None if (most := self._memory.embedding_bytes) is None else most // dtype.itemsize,
+            most_looked_up=None if (most := self._memory.embedding_bytes) is None else most // itemsize,
         )
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
         try:
@@ -248,8 +250,7 @@ class _Wrapping:
         plan = make() if stages is None else made_by_all(make, partial(stages.announce, "pagoda.wrap()"), "Stage")
         return Engine(
             plan,
-            live_units(self._model, plan.units, self._states[0].dtype, device.torch_device),
-            self._training.chosen_precision,
+            live_units(self._model, plan.units, self._dtype, device.torch_device),
             self._rule,
             self._memory.ssd_directories,
             self._training.clip_grad_norm,
@@ -259,6 +260,10 @@ class _Wrapping:
             self._links,
             second_placement(self._asked, plan.budgets),
         )
+
+    def _dtype_of(self, param: torch.Tensor) -> torch.dtype:
+        """The dtype of a parameter in pages. Packed weights count as elements of the dtype of most others."""
+        return self._dtype if self._converts or not param.is_floating_point() else param.dtype
 
     def _check_stages(self, groups: int) -> None:
         """Raises ConfigError if the stages of a pipeline are not parts of one model with one optimizer."""
@@ -273,7 +278,7 @@ class _Wrapping:
     def _plan(self, trained: set[str], device: torch.device) -> Plan:
         """The plan that all ranks of this stage agree on. Raises BudgetError."""
         states, budgets = self._states, budgets_of(self._memory)
-        root = describe(self._model, trained, states[0].dtype, states[0].whole)
+        root = describe(self._model, trained, self._dtype, self._dtype_of, states[0].whole)
         mesh, transport, options = self._mesh, self._links.ranks, Options.of(self._training, self._memory)
         if transport is not None:
             budgets = least_budgets(transport, budgets)
@@ -362,7 +367,7 @@ def _load_checkpoint(directory: Path, model_class: Any, dtype: torch.dtype | Non
     tensors, record = exported_by_reference(SavedCheckpoint(directory))
     with init():
         model: nn.Module = model_of(record, dtype or getattr(torch, record["config"]["dtype"]))
-    attach_tensors(model, directory, tensors)
+    attach_tensors(model, directory, tensors, their_dtypes=dtype is None)
     return model
 
 

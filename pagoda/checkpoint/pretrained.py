@@ -97,8 +97,11 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, unexpected)
 
 
-def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> tuple[list[str], list[str]]:
-    """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names."""
+def attach_tensors(
+    model: nn.Module, directory: Path, stored: dict[str, LazyTensor], their_dtypes: bool = False
+) -> tuple[list[str], list[str]]:
+    """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names.
+    `their_dtypes`: parameters take the dtypes of the tensors."""
     tensors, missing, unexpected = _from_files(model, stored)
     names: dict[int, list[str]] = {}
     held: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
@@ -111,7 +114,10 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
         if not present:
             continue
         _check_tied(directory, present, tensors)
-        _give(held[same[0]], tensors[present[0]])
+        tensor, values = held[same[0]], tensors[present[0]]
+        if their_dtypes and tensor.is_floating_point() and tensor.dtype is not values.dtype:
+            tensor.data = tensor.data.to(values.dtype)
+        _give(tensor, values)
         given.update(same)
     if not given:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """Checks that `wrap` can train a model."""
 
 import warnings
-from collections.abc import Container, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
 from operator import is_
 
 import torch
@@ -53,11 +54,15 @@ def check_model(model: object) -> None:
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
 
 
-def check_nodes_are_free(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+DtypeOf = Callable[[torch.Tensor], torch.dtype]
+"""The dtype in which a parameter computes, or for packed weights, that of the elements that hold their bytes."""
+
+
+def check_nodes_are_free(model: nn.Module, dtype_of: DtypeOf, device: torch.device) -> None:
     """Raises ConfigError if autograd's node of a parameter that will get another dtype or device is in use."""
     for name, param in model.named_parameters():
         is_made_anew = isinstance(param, WaitingTensor) or as_dtensor(param) is not None
-        if is_made_anew or param.dtype is not dtype or param.device.type != device.type:
+        if is_made_anew or param.dtype is not dtype_of(param) or param.device.type != device.type:
             check_node_is_free(param, name)
 
 
@@ -80,7 +85,7 @@ def check_converted(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def own_precision(model: nn.Module) -> Precision:
-    """The precision of a model's floating-point parameters.
+    """The precision of a model's floating-point parameters. If it mixes dtypes, that of most elements in 16 bits.
 
     Raises ConfigError for a dtype in which Pagoda does not compute.
     """
@@ -90,9 +95,11 @@ def own_precision(model: nn.Module) -> Precision:
             f"The model has {_examples(unknown)}, in which Pagoda does not compute: give wrap(precision=...), which "
             "converts every parameter, or convert the model first, for example with model.float()."
         )
-    if len(names) > 1:
-        raise ConfigError(f"The model mixes dtypes: it has {_examples(names)}.")
-    return next((PRECISIONS[of] for of in names), "bf16")
+    counts: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        counts[param.dtype] += param.numel()
+    most = sorted(counts.keys() & PRECISIONS.keys(), key=lambda of: (of.itemsize, -counts[of]))
+    return PRECISIONS[most[0]] if most else "bf16"
 
 
 def _dtypes(model: nn.Module) -> dict[torch.dtype, str]:
@@ -118,9 +125,8 @@ def _examples(names: Mapping[torch.dtype, str]) -> str:
     return " and ".join(f"{name!r} in {of}" for of, name in names.items())
 
 
-def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str]) -> None:
-    """Raises ConfigError for a quantized parameter that cannot be in pages, or cannot compute with weights of
-    `dtype`."""
+def check_quantized(model: nn.Module, dtype_of: DtypeOf, trained: Container[str]) -> None:
+    """Raises ConfigError for a quantized parameter that cannot be in pages, or cannot compute in its dtype."""
     for name, param in model.named_parameters():
         if not is_quantized(param):
             continue
@@ -133,7 +139,7 @@ def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str
                 f"{name!r} is in a Linear8bitLt of bitsandbytes, which holds its weights a second time, in its "
                 "`state`. Use Linear4bit of bitsandbytes, or torchao's quantize_(model, Int8WeightOnlyConfig())."
             )
-        if param.is_floating_point() and param.dtype is not dtype:
+        if param.is_floating_point() and param.dtype is not (dtype := dtype_of(param)):
             raise ConfigError(
                 f"{name!r} is a {type(param).__name__} that computes in {param.dtype}, but all other weights compute "
                 f"in {dtype}: set precision to that of {name!r}, or quantize a model that you have cast to {dtype}."
@@ -201,8 +207,8 @@ def check_step(stepped: list[nn.Parameter]) -> None:
         )
 
 
-def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
+def check_batch_norms(model: nn.Module, dtype_of: DtypeOf) -> None:
+    """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights in its dtype.
 
     `model.bfloat16()` would also cast the running statistics. These would stop changing once an update is smaller than
     the rounding: with momentum 0.01, far from the correct values. So they keep their dtype, as all buffers do.
@@ -210,6 +216,7 @@ def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or module.weight is None or module.running_mean is None:
             continue
+        dtype = dtype_of(module.weight)
         if module.running_mean.dtype is torch.float32 and dtype is not torch.float32:
             raise ConfigError(
                 f"{name!r} is a {type(module).__name__} with running statistics in fp32, which torch's CPU kernels do "
