@@ -145,7 +145,7 @@ def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
     before = resident_bytes("self", "VmRSS")
     step(case.batch_size, case.seq_len)
     grown = resident_bytes("self", "VmHWM") - before
-    described = describe_model(PlanConfig(model=case.model, seq_len=case.seq_len), count_flops=False)
+    described = describe_model(PlanConfig(model=case.model, seq_len=case.seq_len, precision="bf16"), count_flops=False)
     described = replace(described, layers=LAYERS)
     expected = estimate_activations(described, case.tokens, 4, activations, chunked_loss=chunked)
     optimizer.close()

@@ -111,6 +111,7 @@ def forecast() -> None:
                 activations="recompute",
                 clip_grad_norm=clip,
                 speculate=speculate,
+                precision="bf16",
             )
             problem, _ = problem_of(config, find_machine_for(config), describe_model(config))
             options = replace(problem.options, split=Split(device_home_share=1.0))

@@ -160,7 +160,9 @@ def cases() -> dict[str, Case]:
     add(everywhere, "t5, checkpointing", model="t5", checkpointing=True)
     add("ram ssd arena-ssd", "fp32", wrap={"precision": "fp32"})
     add("ram ssd", "fp16", scaled=True, wrap={"precision": "fp16"})
-    add("ram ssd", "fp32 gradients", accumulation=2, wrap={"precision": pagoda.MixedPrecision(gradients="fp32")})
+    add(
+        "ram ssd", "fp32 gradients", accumulation=2, wrap={"precision": pagoda.MixedPrecision("bf16", gradients="fp32")}
+    )
     for rule in ("adam", "sgd", "lion", "adafactor", "muon", "adagrad", "adamw-bf16", "adamw-8bit"):
         add("ram ssd", rule, rule=rule)
     for policy in ("recompute", "offload", "recompute+offload", "auto"):
@@ -232,7 +234,7 @@ def wrapped(case: Case, out: Path) -> tuple[nn.Module, Any]:
 
     def refused(memory: pagoda.Memory) -> int:
         try:
-            pagoda.wrap(build(), RULES[case.rule](), memory=memory, **settings)
+            pagoda.wrap(build(), RULES[case.rule](), memory=memory, **{"precision": "bf16", **settings})
         except pagoda.BudgetError as error:
             return error.needed_bytes or 0
         raise AssertionError(f"{memory} is enough")
@@ -240,7 +242,9 @@ def wrapped(case: Case, out: Path) -> tuple[nn.Module, Any]:
     ssd = out / "ssd"
     ssd.mkdir(exist_ok=True)
     parameters = sum(p.numel() for p in build().parameters())
-    return pagoda.wrap(build(), RULES[case.rule](), memory=budget(case, parameters, refused, ssd), **settings)
+    return pagoda.wrap(
+        build(), RULES[case.rule](), memory=budget(case, parameters, refused, ssd), **{"precision": "bf16", **settings}
+    )
 
 
 def batch(model: str, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -38,6 +38,7 @@ def problem(hardware: str, passes: int, tokens: int, ratio: float) -> Problem:
         accumulation_steps=passes,
         clip_grad_norm=1.0,
         activations="keep",
+        precision="bf16",
     )
     described = describe_model(config)
     found, _ = problem_of(config, find_machine_for(config), described)

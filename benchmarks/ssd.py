@@ -39,7 +39,9 @@ class Streaming:
         host = 4 * layers * width * width + parse_bytes("200MiB")
         memory = pagoda.Memory(host=host, ssd=",".join(map(str, directories)), page_size=PAGE, ssd_checkpoints=0)
         self.width = width
-        self.model, self.optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0)
+        self.model, self.optimizer = pagoda.wrap(
+            model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, precision="bf16"
+        )
         self.bytes_on_ssd = pagoda.plan_of(self.model).peak_bytes["ssd"]
 
     def step(self) -> float:

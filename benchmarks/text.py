@@ -34,7 +34,7 @@ def train_on_text(
     model: nn.Module, rule: Rule, batches: Batches, lr_factor: Callable[[int], float], steps: int
 ) -> tuple[list[float], float, Plan]:
     """(loss of every step, seconds of a step, plan) of a run in RAM, with the learning rate times `lr_factor(step)`."""
-    model, optimizer = pagoda.wrap(model, rule, memory=pagoda.Memory(host="2GiB"), clip_grad_norm=1.0)
+    model, optimizer = pagoda.wrap(model, rule, memory=pagoda.Memory(host="2GiB"), clip_grad_norm=1.0, precision="bf16")
     plan = pagoda.plan_of(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     losses = []

@@ -56,7 +56,12 @@ def measure(
         unit_limit=of_layer + MIB // 2,
     )
     wrapped, optimizer = pagoda.wrap(
-        built, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=1.0, tiles=pagoda.Tiles(batch_tiles=tiles)
+        built,
+        pagoda.AdamW(lr=1e-4),
+        memory=memory,
+        clip_grad_norm=1.0,
+        tiles=pagoda.Tiles(batch_tiles=tiles),
+        precision="bf16",
     )
     plan = pagoda.plan_of(wrapped)
     seconds, fetched, losses = [], [], []

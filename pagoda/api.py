@@ -16,7 +16,7 @@ from pagoda.autograd.loss_scale import LossScaler
 from pagoda.budgets import budgets_of, compute_device, memory_of_rank, second_placement
 from pagoda.checkpoint.export import exported_by_reference
 from pagoda.checkpoint.model_config import model_of
-from pagoda.checkpoint.pretrained import attach_tensors, attach_weights
+from pagoda.checkpoint.pretrained import attach_tensors, attach_weights, dtype_of_files
 from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.checkpoint.state import mark_homes
 from pagoda.config.memory import Memory
@@ -39,7 +39,7 @@ from pagoda.mesh.dtensors import check_tensor_parallel, divided_in
 from pagoda.mesh.mesh import Mesh, as_mesh, open_mesh
 from pagoda.models.build import build_from_directory
 from pagoda.optim.param_groups import ParamGroups, Reserve, check_placed, named_groups, reserved_names
-from pagoda.optim.rule import Rule, TensorRule
+from pagoda.optim.rule import DTYPES, Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parameters.quantized import keep_packing
 from pagoda.plan.activations import SHARE_OF_MEMORY
@@ -57,10 +57,11 @@ from pagoda.prepare.compiled import compiled_in_place
 from pagoda.prepare.construct import Builder, describe, init, live_units, move_buffers, owners_of
 from pagoda.prepare.model_checks import (
     check_batch_norms,
+    check_converted,
     check_model,
     check_nodes_are_free,
-    check_one_dtype,
     check_quantized,
+    own_precision,
 )
 from pagoda.prepare.operator_tiles import Tiling
 from pagoda.prepare.sequence_tiles import modules_to_tile, tile_sequences
@@ -87,7 +88,7 @@ def wrap(
     param_groups: ParamGroups | None = None,
     reserve: Reserve = (),
     memory: Memory | None = None,
-    precision: Precision | MixedPrecision = "bf16",
+    precision: Precision | MixedPrecision | None = None,
     clip_grad_norm: float | None = None,
     accumulation_steps: int | None = None,
     update: UpdateMode | Updates = "sync",
@@ -112,9 +113,10 @@ def wrap(
         reserve: Parameters, or modules for all of their parameters, that a later `optimizer.add_param_group` may add.
             They take memory for gradients and optimizer state.
         memory: Where the state may live. By default 80% of the free RAM.
-        precision: Compute dtype of the parameters: "bf16" (weights are the high half of an fp32 master), "fp16"
-            (weights and 16 more bits make up the master; call `optimizer.scale(loss).backward()`) or "fp32".
-            `MixedPrecision` also sets the dtype of accumulated gradients and the loss scaling.
+        precision: Compute dtype of all parameters: "bf16" (weights are the high half of an fp32 master), "fp16"
+            (weights and 16 more bits make up the master; call `optimizer.scale(loss).backward()`) or "fp32". By
+            default, that of the model. `MixedPrecision` also sets the dtype of accumulated gradients and the loss
+            scaling.
         clip_grad_norm: Largest global norm of the gradients, which is exact in all tiers. If something else clips too
             (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. None: no clipping.
         accumulation_steps: Number of backward passes before each `step()`. If it is given and nothing clips, updates
@@ -168,7 +170,9 @@ class _Wrapping:
 
     def __init__(self, model: nn.Module, rule: Rule, training: Training, memory: Memory, mesh: Mesh) -> None:
         self._model = model
-        self._training = training
+        self._converts = training.precision is not None
+        self._training = training = _with_precision(training, model)
+        self._dtype = DTYPES[training.chosen_precision]
         self._mesh = mesh
         if not isinstance(rule, Rule):
             raise ConfigError(
@@ -176,7 +180,7 @@ class _Wrapping:
                 "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
             )
         self._rule = rule.predicting(training.ahead)
-        self._states = self._rule.states(training.precision)
+        self._states = self._rule.states(training.chosen_precision)
         check_features(Options.of(training, memory), self._states, training.tile_bytes is not None)
         _check_activations(training, memory, model, mesh)
         if memory.adapt_after is not None and training.staleness is not None:
@@ -190,7 +194,7 @@ class _Wrapping:
 
     def wrapped(self, param_groups: ParamGroups | None, reserve: Reserve) -> PagedOptimizer:
         """Move the model into pages. Returns its optimizer."""
-        model, rule, training, dtype = self._model, self._rule, self._training, self._states[0].dtype
+        model, rule, training = self._model, self._rule, self._training
         groups = named_groups(model, param_groups)
         trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
         check_placed(model, trained)
@@ -200,21 +204,23 @@ class _Wrapping:
         tiled_blocks = [] if training.batch_tiles is None else blocks_to_tile(model, training.batch_tiles)
         in_pieces = [] if training.sequence_tiles is None else modules_to_tile(model, training)
         device = open_device(compute_device(self._memory))
-        check_one_dtype(model, dtype)
-        check_nodes_are_free(model, dtype, device.torch_device)
-        check_quantized(model, dtype, trained)
+        if self._converts:
+            check_converted(model, self._dtype)
+        check_nodes_are_free(model, self._dtype_of, device.torch_device)
+        check_quantized(model, self._dtype_of, trained)
         tiled_bytes = training.tile_bytes
         check_tensor_parallel(model, self._mesh, device.torch_device)
         if device.torch_device.type == "cpu":
-            check_batch_norms(model, dtype)
+            check_batch_norms(model, self._dtype_of)
+        itemsize = max((self._dtype_of(param).itemsize for param in model.parameters()), default=1)
         tiling = Tiling(
             model,
-            None if tiled_bytes is None else tiled_bytes // dtype.itemsize,
+            None if tiled_bytes is None else tiled_bytes // itemsize,
             trained=trained,
             cuts_stacks=not isinstance(rule, TensorRule),
             in_blocks=any(state.per > 1 for state in self._states),
             exchange=ExpertExchange(self._mesh) if self._mesh.ranks.expert_parallel > 1 else None,
-            most_looked_up=None if (most := self._memory.embedding_bytes) is None else most // dtype.itemsize,
+            most_looked_up=None if (most := self._memory.embedding_bytes) is None else most // itemsize,
         )
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
         try:
@@ -244,8 +250,7 @@ class _Wrapping:
         plan = make() if stages is None else made_by_all(make, partial(stages.announce, "pagoda.wrap()"), "Stage")
         return Engine(
             plan,
-            live_units(self._model, plan.units, self._states[0].dtype, device.torch_device),
-            self._training.precision,
+            live_units(self._model, plan.units, self._dtype, device.torch_device),
             self._rule,
             self._memory.ssd_directories,
             self._training.clip_grad_norm,
@@ -255,6 +260,10 @@ class _Wrapping:
             self._links,
             second_placement(self._asked, plan.budgets),
         )
+
+    def _dtype_of(self, param: torch.Tensor) -> torch.dtype:
+        """The dtype of a parameter in pages. Packed weights count as elements of the dtype of most others."""
+        return self._dtype if self._converts or not param.is_floating_point() else param.dtype
 
     def _check_stages(self, groups: int) -> None:
         """Raises ConfigError if the stages of a pipeline are not parts of one model with one optimizer."""
@@ -269,7 +278,7 @@ class _Wrapping:
     def _plan(self, trained: set[str], device: torch.device) -> Plan:
         """The plan that all ranks of this stage agree on. Raises BudgetError."""
         states, budgets = self._states, budgets_of(self._memory)
-        root = describe(self._model, trained, states[0].dtype, states[0].whole)
+        root = describe(self._model, trained, self._dtype, self._dtype_of, states[0].whole)
         mesh, transport, options = self._mesh, self._links.ranks, Options.of(self._training, self._memory)
         if transport is not None:
             budgets = least_budgets(transport, budgets)
@@ -323,16 +332,16 @@ class _Wrapping:
         move_buffers(self._model, engine.device.torch_device, in_ram)
 
 
-def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
+def load(directory: str | Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a transformers model from a local Hugging Face directory or a checkpoint, for `wrap` to place.
 
-    It works like `from_pretrained`, with the same rules for the names in the files. But the weights stay in their files
-    until `wrap` copies them to their tier in pieces, so the files must stay. Until then the model may be changed like
-    any other: copies and parts of weights stay in the files, other operations read what they need.
-    Values in fp32, fp16 and bf16 become the fp32 master unchanged. Quantized weights (MXFP4, FP8 in blocks,
-    bitsandbytes) are dequantized when they are read. From a checkpoint, it loads the weights that
-    `export` would write, with adapters merged, but no optimizer state. The model is in training mode. Nothing is
-    downloaded, and no code from the directory runs.
+    It works like `from_pretrained`, with the same rules for the names in the files, and for dtypes: parameters are in
+    `dtype`, by default that of config.json, and in fp32 where transformers keeps it. But the weights stay in their
+    files until `wrap` copies them to their tier in pieces, so the files must stay. Until then the model may be changed
+    like any other: copies and parts of weights stay in the files, other operations read what they need. Quantized
+    weights (MXFP4, FP8 in blocks, bitsandbytes) are dequantized when they are read. From a checkpoint, it loads the
+    weights that `export` would write, with adapters merged, but no optimizer state. The model is in training mode.
+    Nothing is downloaded, and no code from the directory runs.
 
     `model_class` is a class of transformers: an Auto class or a model class. By default it is the class that the
     directory's config.json names. Parameters that the files lack are initialised as in a new model, with a warning.
@@ -344,22 +353,27 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     """
     directory = Path(directory)
     if (directory / MANIFEST).is_file():
-        return _load_checkpoint(directory, model_class)
+        return _load_checkpoint(directory, model_class, dtype)
     with init():
-        model = build_from_directory(directory, model_class)
+        model = build_from_directory(directory, model_class, dtype, of_files=dtype_of_files(directory))
     for message in attach_weights(model, directory).warnings():
         warnings.warn(f"{directory}: {message}", stacklevel=2)
     return model
 
 
-def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
+def _load_checkpoint(directory: Path, model_class: Any, dtype: torch.dtype | None) -> nn.Module:
     if model_class is not None:
         raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
     tensors, record = exported_by_reference(SavedCheckpoint(directory))
     with init():
-        model: nn.Module = model_of(record)
-    attach_tensors(model, directory, tensors)
+        model: nn.Module = model_of(record, dtype or getattr(torch, record["config"]["dtype"]))
+    attach_tensors(model, directory, tensors, their_dtypes=dtype is None)
     return model
+
+
+def _with_precision(training: Training, model: nn.Module) -> Training:
+    """The settings with a precision: that of the model, unless one is given."""
+    return training if training.precision is not None else replace(training, precision=own_precision(model))
 
 
 def _check_activations(training: Training, memory: Memory, model: nn.Module, mesh: Mesh) -> None:

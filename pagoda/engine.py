@@ -20,13 +20,12 @@ from pagoda.autograd.active_forwards import ActiveForwards
 from pagoda.autograd.loss_scale import LossScaler
 from pagoda.autograd.stepper import Norms, Stepper
 from pagoda.autograd.uses import Uses
-from pagoda.config.training import Precision
 from pagoda.errors import BudgetError, StorageError, UsageError
 from pagoda.memory.page import PageRun
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
 from pagoda.optim.kernels import warm_up
-from pagoda.optim.rule import Rule
+from pagoda.optim.rule import PRECISIONS, Rule
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.placement import LEASES
@@ -84,7 +83,6 @@ class Engine:
         self,
         plan: Plan,
         units: list[LiveUnit],
-        precision: Precision,
         rule: Rule,
         directories: Mapping[Path, int | None],
         clip_grad_norm: float | None,
@@ -118,13 +116,13 @@ class Engine:
         threads = update_threads(torch.get_num_threads()) if side_by_side else 1
         self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
         self.rule = rule
-        kept = plan.layout.gradient_dtype
         moves = bool(plan.placement.speculated) or plan.options.max_staleness is not None
-        warm_up(rule, precision, kept, elsewhere=moves)
-        device.warm_up(rule, precision, kept)
+        for weight, kept in plan.layout.forms:
+            warm_up(rule, PRECISIONS[weight], kept, elsewhere=moves)
+            device.warm_up(rule, PRECISIONS[weight], kept)
         self.gradients = GradientBuffers(self.store, self._lanes, device, self._meter)
         self.leases = Fetcher(self.store, units, device, self._lanes, self.scheduler)
-        updates = open_update_stream(self.store, self._lanes, rule, precision, device)
+        updates = open_update_stream(self.store, self._lanes, rule, device)
         self.plan = plan
         """The current plan."""
         self._follow_trace()

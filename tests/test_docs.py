@@ -139,7 +139,9 @@ def test_the_code_of_the_page_of_a_feature_trains(
     if "requires_grad_(True)" in code:
         names["model"].model.layers.requires_grad_(False)
     if "pagoda.wrap(" not in code:
-        names["model"], names["optimizer"] = pagoda.wrap(names["model"], names["rule"], memory=names["memory"])
+        names["model"], names["optimizer"] = pagoda.wrap(
+            names["model"], names["rule"], memory=names["memory"], precision="bf16"
+        )
     for ours, here in {
         "ranks=2": "ranks=1",
         '"/nvme"': '"."',

@@ -258,7 +258,9 @@ def test_the_planner_says_now_what_the_table_of_cards_has(number: int) -> None:
 def test_the_plans_of_long_sequences_are_what_the_page_says(card: str, tokens: int, tmp_path: Path) -> None:
     settings = {**SHAPES["llama3.1-8b"].settings, "max_position_embeddings": tokens}
     LlamaConfig(**settings).save_pretrained(tmp_path)
-    config = PlanConfig(model=str(tmp_path), hardware=card, seq_len=tokens, sequence_tiles="auto", plan="usual")
+    config = PlanConfig(
+        model=str(tmp_path), hardware=card, seq_len=tokens, sequence_tiles="auto", plan="usual", precision="bf16"
+    )
     made = forecast(config, find_machine_for(config), measure=False)
     assert made.fits
     page = words((ROOT / "docs" / "long-sequences.md").read_text())

@@ -283,7 +283,7 @@ def run(
 ) -> Outcome:
     """Wrap a model, run a training loop over it and collect what it leaves behind."""
     rule = rule or AdamW(lr=lr, weight_decay=0.1, moments=moments)
-    model, optimizer = pagoda.wrap(model, rule, memory=memory, **wrap)
+    model, optimizer = pagoda.wrap(model, rule, memory=memory, **{"precision": "bf16", **wrap})
     outcome = Outcome()
     torch.manual_seed(2)
     loop(model, optimizer, outcome)

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from pagoda.calibrate.meter import Meter, repeated
+from pagoda.config.training import Precision
 from pagoda.simulate.hardware import Figure, MatmulRate
 
 _HEAD_WIDTH = 64
@@ -42,6 +43,21 @@ def cpu_slowdown(dtype: torch.dtype) -> float:
     It is far above 1 if the CPU has no instructions for `dtype`. Takes at most a few tenths of a second.
     """
     return _layer_seconds(dtype) / _layer_seconds(torch.float32)
+
+
+def usual_precision(device: torch.device) -> tuple[Precision, str]:
+    """The precision in which a command computes on a device unless the user gives one, and why. A CPU is measured as by
+    `cpu_slowdown`."""
+    if device.type != "cpu":
+        return "bf16", "a GPU computes"
+    return precision_for(cpu_slowdown(torch.bfloat16))
+
+
+def precision_for(slowdown: float) -> tuple[Precision, str]:
+    """The same for a CPU whose products take `slowdown` times as long in bf16 as in fp32."""
+    if slowdown <= 1:
+        return "bf16", f"this CPU multiplies it {1 / slowdown:.1f} times as fast as fp32"
+    return "fp32", f"this CPU multiplies bf16 {slowdown:.1f} times more slowly"
 
 
 def _layer_seconds(dtype: torch.dtype) -> float:

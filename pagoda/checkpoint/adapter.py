@@ -131,6 +131,10 @@ class AdaptedModel:
             )
         return stored
 
+    def stored_name(self, name: str) -> str | None:
+        """The name in the checkpoint of a tensor of the model without adapter, as it is before merging."""
+        return self._stored.get(id(self._base[name]))
+
     def merged_names(self) -> set[str]:
         """Names in the checkpoint of everything that merging reads or replaces. Raises CheckpointError if this adapter
         cannot be merged."""

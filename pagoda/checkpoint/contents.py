@@ -6,6 +6,8 @@ from itertools import chain
 from math import prod
 from typing import Any
 
+import torch
+
 from pagoda.checkpoint.state import Position, all_states, gather_from_all_stages
 from pagoda.checkpoint.tensors import TensorSpec
 from pagoda.engine import Engine
@@ -20,6 +22,8 @@ class Stored:
 
     states: dict[str, Shape]
     """Name of each of its states -> shape of the state. WEIGHT_BACK is one of them while its weights lag."""
+    weight: torch.dtype
+    """Dtype of its weights."""
     position: Position
     """Where this part is in the whole parameter."""
     steps: int | None
@@ -28,6 +32,10 @@ class Stored:
     """Number of its unit, which decides in which steps asynchronous updates come."""
     lag: int
     """Number of steps that the weights that steps read lack."""
+
+    def dtype(self, state: StateSpec) -> torch.dtype:
+        """Dtype of one of its states, given that of most parameters."""
+        return self.weight if state.name in (WEIGHT, WEIGHT_BACK) else state.dtype
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Contents:
             lag = 0 if steps is None else engine.scheduler.weights(unit.index).lag
             if lag:
                 states[WEIGHT_BACK] = states[WEIGHT]
-            here[parameter.stored_name] = Stored(states, parameter.position, steps, unit.index, lag)
+            here[parameter.stored_name] = Stored(states, parameter.dtype, parameter.position, steps, unit.index, lag)
         mine = cls(here, [[names[name] for name in group["params"]] for group in groups], engine.scheduler.late.turn)
         said: list[Contents] = gather_from_all_stages(engine, "the contents of a checkpoint", mine)
         stored: dict[str, Stored] = {}
@@ -93,7 +101,7 @@ class Contents:
     def specs(self, state: StateSpec, but: Collection[str] = ()) -> list[TensorSpec]:
         """The tensors of one state, except those named in `but`."""
         return [
-            TensorSpec(name, state.dtype, one.states[state.name])
+            TensorSpec(name, one.dtype(state), one.states[state.name])
             for name, one in self.stored.items()
             if state.name in one.states and name not in but
         ]
@@ -104,7 +112,7 @@ class Contents:
         `parts` returns the number of equal parts into which ranks had divided a parameter when the state was saved. No
         element of a block-wise state (`StateSpec.per`) belongs to two parts.
         """
-        shapes: dict[str, Shape] = {}
+        specs: dict[str, TensorSpec] = {}
         for one in self.stored.values():
             if state.name in one.states:
                 name, shape = one.position.whole, one.position.shape
@@ -112,8 +120,8 @@ class Contents:
                 if state.per > 1:
                     of_whole = (parts(name) * state.elements(prod(shape) // parts(name)),)
                 assert of_whole is not None, "its parts have the state"
-                shapes[name] = of_whole
-        return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
+                specs[name] = TensorSpec(name, one.dtype(state), of_whole)
+        return [*specs.values()]
 
     def cuts(self, shards: bool) -> dict[str, Any]:
         """Parameter that is stored in parts -> its shape and the names of its parts in order. The parts are tiles, or

@@ -87,7 +87,7 @@ def export(
         else:
             weights = _weights_in(opened.enter_context(SavedCheckpoint(source)))
         record = None if own_names else weights.record
-        as_dtype = weights.dtype if dtype is None else _DTYPES[dtype]
+        as_dtype = None if dtype is None else _DTYPES[dtype]
         adapted = None
         if record is not None and ADAPTER in record:
             adapted = AdaptedModel(record, lambda name: _stored(weights, name, as_dtype).whole())
@@ -97,20 +97,22 @@ def export(
                     with committed(out) as folder:
                         _copy(beside, folder)
                         files = adapted.write(folder, values)
-                return Exported(files, len(values), sum(value.nbytes for value in values.values()), as_dtype)
+                return Exported(
+                    files, len(values), sum(value.nbytes for value in values.values()), as_dtype or weights.dtype
+                )
         elif merge:
             raise CheckpointError(f"{weights.name} has no adapter to merge: export it without --merge.")
         _check_not_quantized(weights)
         tensors, record = _tensors(weights, record, as_dtype, adapted)
         shards = _shards(tensors, max_shard_bytes)
         if weights.is_first:
-            _write(out, tensors, shards, beside, record, as_dtype)
+            _write(out, tensors, shards, beside, record, as_dtype or weights.dtype)
         else:
             for tensor in tensors.values():
                 for start, count in chunks(tensor.numel()):
                     tensor.read(start, count)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
+    return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype or weights.dtype)
 
 
 def exported_by_reference(checkpoint: SavedCheckpoint) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
@@ -120,14 +122,14 @@ def exported_by_reference(checkpoint: SavedCheckpoint) -> tuple[dict[str, LazyTe
     Raises CheckpointError if the model is not from transformers, and in the cases of `export`.
     """
     weights = _weights_in(checkpoint)
-    record, dtype = weights.record, weights.dtype
+    record = weights.record
     if record is None:
         raise CheckpointError(f"{weights.name} is not of a transformers model, so it does not say how to build one")
     _check_not_quantized(weights)
-    adapted = AdaptedModel(record, lambda name: _stored(weights, name, dtype).whole()) if ADAPTER in record else None
-    tensors, described = _tensors(weights, record, dtype, adapted)
+    adapted = AdaptedModel(record, lambda name: _stored(weights, name, None).whole()) if ADAPTER in record else None
+    tensors, described = _tensors(weights, record, None, adapted)
     assert described is not None, "as `record`"
-    return tensors, {**described, "config": _config(described, dtype)}
+    return tensors, {**described, "config": _config(described, weights.dtype)}
 
 
 def _check_not_quantized(weights: ModelTensors) -> None:
@@ -189,7 +191,7 @@ def _copy(files: Sequence[Path], folder: Path) -> None:
 
 
 def _tensors(
-    weights: ModelTensors, record: dict[str, Any] | None, dtype: torch.dtype, adapted: AdaptedModel | None
+    weights: ModelTensors, record: dict[str, Any] | None, dtype: torch.dtype | None, adapted: AdaptedModel | None
 ) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
     """Name in the files -> tensor, and the record of the model that they are for: `record`, or its `untied` variant if
     tied weights differ. The weights include the adapter's contribution, if there is an adapter.
@@ -225,7 +227,7 @@ def _tensors(
 
 
 def _of_model(
-    weights: ModelTensors, record: dict[str, Any], model: Any, dtype: torch.dtype, adapted: AdaptedModel | None
+    weights: ModelTensors, record: dict[str, Any], model: Any, dtype: torch.dtype | None, adapted: AdaptedModel | None
 ) -> tuple[dict[str, LazyTensor], list[str], set[str]]:
     """Name in the `state_dict()` of a transformers model -> tensor, for those that `save_pretrained` saves; the names
     of one tensor for which there are different values, if any; and the names of all weights that were used."""
@@ -264,16 +266,20 @@ def _of_model(
             )
         if kept not in ignored:
             is_weight = isinstance(expected[kept], nn.Parameter) and expected[kept].is_floating_point()
-            found[kept] = first.cast(dtype) if is_weight and adapted is not None else first
+            if is_weight and adapted is not None:
+                own = held.get(adapted.stored_name(kept) or "")
+                first = first.cast(dtype or (weights.dtype if own is None else own.dtype))
+            found[kept] = first
     return {name: found[name] for name in expected if name in found}, [], used
 
 
-def _stored(weights: ModelTensors, name: str, dtype: torch.dtype) -> LazyTensor:
-    """A parameter's weights in `dtype`, or a buffer. For fp32 from bf16, the two halves of the master are joined. Where
-    a checkpoint has predicted weights, the master is rounded."""
+def _stored(weights: ModelTensors, name: str, dtype: torch.dtype | None) -> LazyTensor:
+    """A parameter's weights in `dtype`, by default their own, or a buffer. For fp32 from bf16, the two halves of the
+    master are joined. Where a checkpoint has predicted weights, the master is rounded."""
     weight, low, whole = (weights.tensors.get(state, {}).get(name) for state in OF_WEIGHTS)
     if weight is None:
         return weights.tensors[BUFFERS][name]
+    dtype = dtype or weight.dtype
     if whole is not None:
         convert = weights_of if dtype is weight.dtype else torch.Tensor.to
         return LazyTensor(dtype, weight.shape, lambda start, count: convert(whole.read(start, count), dtype))

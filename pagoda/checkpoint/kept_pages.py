@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedUnit
 from pagoda.checkpoint.state import ParameterState, gather_from_all_stages
+from pagoda.checkpoint.tensors import DTYPE_NAMES
 from pagoda.engine import Engine
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.page import PageRun
@@ -77,7 +79,7 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
     """A unit's layout, and its states whose home is SSD."""
     store, states = engine.store, engine.plan.saved_states
     held = [(ParameterState(engine, unit, slot), placed.offset) for slot, placed in enumerate(unit.spec.slots)]
-    layout = {
+    layout: dict[str, Any] = {
         "parameters": [[p.stored_name, offset, list(p.spec.shape), p.spec.trainable] for p, offset in held],
         "packed": {
             state.name: [
@@ -89,6 +91,8 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
             if state.shape_of is not None
         },
     }
+    if unit.spec.dtype is not None:
+        layout[WEIGHT] = DTYPE_NAMES[unit.spec.dtype]
     extents, spans = {}, {}
     for state in states:
         run = store.run(unit.index, store.newest_extent(unit.index, state.name))

@@ -1,5 +1,6 @@
 """The weights of a wrapped model as whole lazy tensors, which are read from their pages on any rank."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -41,8 +42,11 @@ class ModelTensors(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights that the model computes with."""
-        return next(iter(self.tensors[WEIGHT].values())).dtype
+        """Dtype of most weights that the model computes with."""
+        counts: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors[WEIGHT].values():
+            counts[tensor.dtype] += tensor.numel()
+        return counts.most_common(1)[0][0]
 
 
 @contextmanager

@@ -54,8 +54,8 @@ def untied(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "config": {**settings(record["config"]), "tie_word_embeddings": False}}
 
 
-def model_of(record: dict[str, Any]) -> Any:
-    """The model of a record, without its adapter: with fp32 parameters, in training mode.
+def model_of(record: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a record, without its adapter, in training mode, with parameters in `dtype`.
 
     Raises CheckpointError if transformers cannot build it.
     """
@@ -64,7 +64,7 @@ def model_of(record: dict[str, Any]) -> Any:
         settings = dict(record["config"])
         kind = transformers.CONFIG_MAPPING[settings["model_type"]]
         config = kind.from_dict(kind._decode_special_floats(settings))
-        model = getattr(transformers, record["class"])._from_config(config, dtype=torch.float32)
+        model = getattr(transformers, record["class"])._from_config(config, dtype=dtype)
         if record.get("generation_config"):
             model.generation_config = transformers.GenerationConfig.from_dict(record["generation_config"])
         return model

@@ -32,7 +32,7 @@ def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
     """
     engine, unit, slot = state
     kept = {
-        name: torch.empty(span.shape, dtype=engine.store.dtype(name), device="meta")
+        name: torch.empty(span.shape, dtype=engine.store.dtype(unit.index, name), device="meta")
         if blank and span.shape and state.spec.shape  # a rule may read scalars, and all states of one
         else state.read(name)
         for name, span in state.moments().items()

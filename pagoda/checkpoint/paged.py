@@ -17,17 +17,29 @@ from pagoda.checkpoint.lazy import LazyTensor, Read, cat
 from pagoda.checkpoint.tensors import DTYPE_NAMES, DTYPES
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import Arena
+from pagoda.memory.forms import check
 from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.ssd.committed import CommittedPages, open_commit
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.plan.slices import Span
 
 PAGED = "paged"
 """Their key in the manifest."""
 _EXTENTS = {"layout": int, "extents": {str: (int, int)}, "spans": {str: [(int, int, int)]}}
+_LAYOUT = {"parameters": [(str, int, [int], bool)], "packed": {str: [(str, int, [int])]}}
+
+
+def _is_layout(value: Any) -> bool:
+    """a layout, which may name the dtype of its weights"""
+    own = {**value} if isinstance(value, dict) else {}
+    is_known = own.pop(WEIGHT, next(iter(DTYPES))) in DTYPES
+    check(own, _LAYOUT, "layout")
+    return is_known
+
+
 PAGED_FORM = {
     "dtypes": {str: str},
-    "layouts": [{"parameters": [(str, int, [int], bool)], "packed": {str: [(str, int, [int])]}}],
+    "layouts": [_is_layout],
     "ranks": [{"reference": dict, "units": [_EXTENTS]}],
 }
 """Form of the result of `joined_pages`."""
@@ -41,11 +53,17 @@ class PagedUnit:
 
     layout: Mapping[str, Any]
     """`parameters`: name, elements before it, shape, whether it trains. `packed`: for a state whose tensors have other
-    shapes than the parameters, name, elements before it and shape of each tensor."""
+    shapes than the parameters, name, elements before it and shape of each tensor. `weight`, if it is not that of the
+    other units: the dtype of its weights."""
     extents: Mapping[str, Sequence[int]]
     """State -> first page and number of pages of its extent in the tier."""
     spans: Mapping[str, Sequence[Sequence[int]]]
     """State -> the unit's elements that are in the extent, and their positions there: the fields of `Span`."""
+
+    def dtype(self, state: str, usual: torch.dtype) -> torch.dtype:
+        """The dtype of a state, given that of most units."""
+        own = self.layout.get(WEIGHT) if state in (WEIGHT, WEIGHT_BACK) else None
+        return usual if own is None else DTYPES[own]
 
     def tensors(self, state: str) -> list[Sequence[Any]]:
         """(name, elements before it, shape) of the tensors of a state.
@@ -114,7 +132,7 @@ class Pages:
                     except StorageError as error:
                         missing = str(error)
                     self.ranks.append(PagesOfRank(units, committed, missing))
-                self.tensors = {state: self._tensors(state, dtype) for state, dtype in dtypes.items()}
+                self.tensors = {state: self._tensors(state, usual) for state, usual in dtypes.items()}
                 """State -> name -> tensor, for tensors in pages. Each rank may have a part of a tensor."""
             except (LookupError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{directory} is damaged, in the description of its pages: {error!r}") from error
@@ -138,19 +156,20 @@ class Pages:
     def close(self) -> None:
         self._opened.close()
 
-    def _tensors(self, state: str, dtype: torch.dtype) -> dict[str, LazyTensor]:
-        shapes: dict[str, Sequence[int]] = {}
+    def _tensors(self, state: str, usual: torch.dtype) -> dict[str, LazyTensor]:
+        forms: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
         held: dict[str, list[tuple[int, int, Read]]] = {}
         for rank in self.ranks:
             for unit in rank.units.values():
+                dtype = unit.dtype(state, usual)
                 for name, before, shape in unit.tensors(state) if state in unit.extents else ():
-                    shapes[name] = shape
+                    forms[name] = dtype, shape
                     for span in (Span(*span) for span in unit.spans[state]):
                         part = span.within(before, before + prod(shape))
                         if part is not None:
                             read = partial(self._read, name, dtype, rank, PageRun(*unit.extents[state]), part.at)
                             held.setdefault(name, []).append((part.start - before, part.stop - before, read))
-        return {name: self._joined(name, dtype, shape, held.get(name, ())) for name, shape in shapes.items()}
+        return {name: self._joined(name, *form, held.get(name, ())) for name, form in forms.items()}
 
     def _joined(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], held: Iterable[tuple[int, int, Read]]

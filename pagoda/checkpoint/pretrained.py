@@ -69,6 +69,12 @@ def weight_files(directory: Path) -> list[Path]:
     return []
 
 
+def dtype_of_files(directory: Path) -> torch.dtype | None:
+    """The dtype of the first floating-point tensor in the files of a directory. None if there is none."""
+    specs = (spec for path in weight_files(directory) for spec in TensorFile(path).specs.values())
+    return next((spec.dtype for spec in specs if spec.dtype in _FLOATS), None)
+
+
 def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     """Give a transformers model, built in `pagoda.init()`, the weights of a directory.
 
@@ -91,8 +97,11 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, unexpected)
 
 
-def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> tuple[list[str], list[str]]:
-    """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names."""
+def attach_tensors(
+    model: nn.Module, directory: Path, stored: dict[str, LazyTensor], their_dtypes: bool = False
+) -> tuple[list[str], list[str]]:
+    """Like `attach_weights`, for tensors as the directory's files have them. Returns missing and unexpected names.
+    `their_dtypes`: parameters take the dtypes of the tensors."""
     tensors, missing, unexpected = _from_files(model, stored)
     names: dict[int, list[str]] = {}
     held: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
@@ -105,7 +114,10 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
         if not present:
             continue
         _check_tied(directory, present, tensors)
-        _give(held[same[0]], tensors[present[0]])
+        tensor, values = held[same[0]], tensors[present[0]]
+        if their_dtypes and tensor.is_floating_point() and tensor.dtype is not values.dtype:
+            tensor.data = tensor.data.to(values.dtype)
+        _give(tensor, values)
         given.update(same)
     if not given:
         raise ConfigError(

@@ -8,8 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pagoda.checkpoint.directory import read_manifest
 from pagoda.checkpoint.lazy import LazyTensor, cat, tensors_of
 from pagoda.checkpoint.paged import PAGED, PAGED_FORM, Pages
@@ -96,9 +94,9 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
                 self.tensors[WEIGHT_BACK].setdefault(name, self.tensors[WEIGHT][name])
             for whole, cut in self._cuts.items():
                 self._join(whole, cut["shape"], cut.get("dim", 0), cut["parts"])
-            held = [state for state in self.manifest["states"] if self.tensors[state] or state == WEIGHT]
-            self.states = {state: self._dtype(state) for state in held}
-            """Dtype of each state that a parameter has."""
+            self.states = [state for state in self.manifest["states"] if self.tensors[state] or state == WEIGHT]
+            """The states that a parameter has."""
+            self._check_dtypes()
             self.steps = self._steps()
             """Trainable parameter -> name of each stored part -> number of updates that the part has had."""
             self._opened = opened.pop_all()
@@ -225,11 +223,11 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.directory / MANIFEST} is damaged: {what}")
 
-    def _dtype(self, state: str) -> torch.dtype:
-        """The dtype of a state, which all its tensors must have."""
-        found = {tensor.dtype for tensor in self.tensors[state].values()}
-        if len(found) != 1:
-            raise CheckpointError(
-                f"{self.directory} is damaged: its {state} is {sorted(map(str, found))}, but should have one dtype"
-            )
-        return found.pop()
+    def _check_dtypes(self) -> None:
+        """Raises CheckpointError unless all tensors of a state have one dtype. Those of weights may differ."""
+        for state in self.states:
+            found = {tensor.dtype for tensor in self.tensors[state].values()}
+            if not found or (len(found) > 1 and state not in (WEIGHT, WEIGHT_BACK)):
+                raise CheckpointError(
+                    f"{self.directory} is damaged: its {state} is {sorted(map(str, found))}, but should have one dtype"
+                )

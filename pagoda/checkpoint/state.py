@@ -17,14 +17,13 @@ from pagoda.mesh.dtensors import as_dtensor
 from pagoda.mesh.mesh import Mesh
 from pagoda.optim.flat import join, split, weights_of
 from pagoda.optim.param_groups import NamedGroup
-from pagoda.optim.rule import MASTER, Shape, StateSpec
+from pagoda.optim.rule import LOW, MASTER, Shape, StateSpec
 from pagoda.parameters.hidden import HOME
 from pagoda.parameters.quantized import QuantizedForm
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT
 from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import ParamSpec
-from pagoda.runtime.store import LOW
 
 OF_WEIGHTS = (WEIGHT, LOW, MASTER)
 """The states that store weights and their masters."""
@@ -95,6 +94,11 @@ class ParameterState(NamedTuple):
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.engine.store.dtype(self.unit.index, WEIGHT)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether its weights are bytes, which must not be cast."""
         return isinstance(self.unit.forms[self.slot], QuantizedForm)
@@ -115,18 +119,20 @@ class ParameterState(NamedTuple):
     def read(self, state: str) -> torch.Tensor:
         """A copy of a state on the CPU, in the state's shape. Weights are never predicted ones."""
         if state == WEIGHT and MASTER in self.spans():
-            return weights_of(self.read(MASTER), self.engine.store.dtype(WEIGHT))
+            return weights_of(self.read(MASTER), self.dtype)
         span = self.spans()[state]
         return self.engine.store.read(self.unit.index, state, span.first, span.count).view(span.shape)
 
     def lazy(self, state: str) -> LazyTensor:
         """Like `read`, but piece by piece."""
         if state == WEIGHT and MASTER in self.spans():
-            master, dtype = self.lazy(MASTER), self.engine.store.dtype(WEIGHT)
+            master, dtype = self.lazy(MASTER), self.dtype
             return LazyTensor(dtype, master.shape, lambda start, count: weights_of(master.read(start, count), dtype))
         store, index, span = self.engine.store, self.unit.index, self.spans()[state]
         return LazyTensor(
-            store.dtype(state), span.shape, lambda start, count: store.read(index, state, span.first + start, count)
+            store.dtype(index, state),
+            span.shape,
+            lambda start, count: store.read(index, state, span.first + start, count),
         )
 
     def master(self) -> torch.Tensor:
@@ -161,10 +167,10 @@ class ParameterState(NamedTuple):
             at = first + start
             if MASTER in spans:
                 store.write(index, MASTER, spans[MASTER].first + at, master)
-            if store.dtype(WEIGHT) is torch.float32:
+            if self.dtype is torch.float32:
                 store.write(index, WEIGHT, spans[WEIGHT].first + at, master)
                 continue
-            weight = torch.empty(master.shape, dtype=store.dtype(WEIGHT))
+            weight = torch.empty(master.shape, dtype=self.dtype)
             low = torch.empty(master.shape, dtype=torch.int16)
             split(master, weight, low)
             if weight.dtype is torch.float16 and bool((weight.isinf() & master.isfinite()).any()):
@@ -188,7 +194,7 @@ class ParameterState(NamedTuple):
             )
         values = values.detach().cpu()
         with self.engine.overwriting():
-            in_their_dtype = values.dtype is self.engine.store.dtype(WEIGHT)
+            in_their_dtype = values.dtype is self.dtype
             if LOW in self.spans() and in_their_dtype:
                 low = self.read(LOW)
                 low.masked_fill_(self.read(WEIGHT).view(torch.int16) != values.view(torch.int16), 0)

@@ -51,6 +51,8 @@ def _messages(config: GenerateConfig) -> list[Message]:
 def _opened(weights: Path, config: GenerateConfig) -> "tuple[nn.Module, PagedOptimizer]":
     """The wrapped model of a directory or of a run's checkpoint."""
     from pagoda.api import load, wrap
+    from pagoda.budgets import compute_device
+    from pagoda.calibrate.matmul import usual_precision
     from pagoda.checkpoint.directory import read_manifest
     from pagoda.checkpoint.model_config import QUANTIZED
     from pagoda.config.training import MixedPrecision
@@ -64,7 +66,8 @@ def _opened(weights: Path, config: GenerateConfig) -> "tuple[nn.Module, PagedOpt
     record = read_manifest(weights).get("model") if (weights / MANIFEST).is_file() else None
     if not isinstance(record, dict) or not record.get(QUANTIZED):
         model = load(weights).requires_grad_(False)
-        return wrap(model, AdamW(), memory=config.memory, tiles=Tiles(tile_limit=config.tile_limit))
+        tiles, (precision, _) = Tiles(tile_limit=config.tile_limit), usual_precision(compute_device(config.memory))
+        return wrap(model, AdamW(), memory=config.memory, precision=precision, tiles=tiles)
     # Quantized weights cannot be exported, so the run's own model is built again. It refuses tiles.
     trained = replace(RunDir(config.source).started_config(), memory=config.memory, tile_limit=config.tile_limit)
     with init():

@@ -23,7 +23,7 @@ def run(config: PlanConfig, console: Console) -> int:
     from pagoda.forecast.draw import check_plotting, draw
     from pagoda.forecast.forecast import forecast
     from pagoda.forecast.largest import largest_model
-    from pagoda.forecast.machine import find_machine_for
+    from pagoda.forecast.machine import find_machine_for, hardware_of, with_precision
     from pagoda.forecast.model_description import describe_model
     from pagoda.forecast.pipeline import forecast_pipeline
     from pagoda.forecast.record import as_lines
@@ -32,11 +32,12 @@ def run(config: PlanConfig, console: Console) -> int:
 
     if config.plot is not None:
         check_plotting()
-    resolved: tuple[str, ...] = ()
+    config, chosen = with_precision(config, hardware_of(config))
     if config.model is not None:
         config = replace(config, model=planned_name(config.model))
     if config.search_degrees:
-        config, resolved = search_degrees(config)
+        config, why = search_degrees(config)
+        chosen += why
     machine = find_machine_for(config)
     if config.max_model:
         config = replace(config, model=largest_model(config, machine), max_model=False)
@@ -44,7 +45,7 @@ def run(config: PlanConfig, console: Console) -> int:
     gc.freeze()  # the garbage collector need not look at imports and the model, which takes a third of a search
     pipeline = forecast_pipeline(config, machine) if config.pipeline_parallel > 1 else None
     made = forecast(config, machine, described=described) if pipeline is None else pipeline.slowest
-    made = replace(made, resolved=(*resolved, *made.resolved))
+    made = replace(made, resolved=(*chosen, *made.resolved))
     advice = advise(made)
     if made.refusal is not None:
         made = replace(made, refusal=BudgetError(with_flags(str(made.refusal), PlanConfig)))

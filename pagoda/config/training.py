@@ -49,10 +49,11 @@ class LossScale:
 class MixedPrecision(Settings):
     """Number formats of weights and gradients."""
 
-    precision: Precision = "bf16"
+    precision: Precision | None = None
     """Precision of weights and gradients in forward and backward. The master weights, which the optimizer updates, are
-    always fp32. fp16 scales the loss, and skips steps whose gradients are not finite. `pagoda plan` assumes that fp16
-    is as fast as bf16."""
+    always fp32. fp16 scales the loss, and skips steps whose gradients are not finite. By default, `pagoda.wrap` keeps
+    the dtypes of the model; the commands use bf16 on a GPU, and on a CPU that multiplies it as fast as fp32, otherwise
+    fp32. `pagoda plan` assumes that fp16 is as fast as bf16."""
     gradients: Gradients | None = None
     """Precision in which gradients are accumulated. By default that of the weights."""
     loss_scale: Annotated[LossScale | float | Literal["dynamic"] | None, tyro.conf.Suppress] = None
@@ -61,11 +62,12 @@ class MixedPrecision(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("precision", self.precision, Precision)
+        if self.precision is not None:
+            require_choice("precision", self.precision, Precision)
         if self.gradients is not None:
             require_choice("gradients", self.gradients, Gradients)
         scale = self.loss_scale
-        if scale is not None and self.precision != "fp16":
+        if scale is not None and self.precision not in ("fp16", None):
             raise ConfigError(
                 f"loss_scale is for precision='fp16'; it is {self.precision!r} here. Leave loss_scale out."
             )
@@ -74,6 +76,13 @@ class MixedPrecision(Settings):
                 raise ConfigError(f"loss_scale is {scale!r}; use 'dynamic', a power of two, or a pagoda.LossScale.")
         elif scale is not None and not isinstance(scale, LossScale):
             check_power_of_two("loss_scale", scale)
+
+    @property
+    def chosen_precision(self) -> Precision:
+        """The precision, once it is chosen."""
+        if self.precision is None:
+            raise ConfigError("precision is None; a forecast needs one of bf16, fp16, fp32.")
+        return self.precision
 
     @property
     def scaling(self) -> LossScale | float | None:
@@ -241,7 +250,7 @@ class Training(Tiles, Activations, Updates, MixedPrecision, Step):
 
 def training_of(
     *,
-    precision: Precision | MixedPrecision,
+    precision: Precision | MixedPrecision | None,
     clip_grad_norm: float | None,
     accumulation_steps: int | None,
     update: UpdateMode | Updates,

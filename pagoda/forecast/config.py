@@ -25,7 +25,7 @@ class SizedRun(Run):
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the weights that compute uses, and of activations."""
-        return 4 if self.precision == "fp32" else 2
+        return 4 if self.chosen_precision == "fp32" else 2
 
     @property
     def tokens(self) -> int:
@@ -101,7 +101,7 @@ class PlanConfig(SizedRun):
     @cached_property
     def states(self) -> "tuple[StateSpec, ...]":
         """What the optimizer keeps, the weights first. Raises as `rule`."""
-        return self.rule.states(self.precision)
+        return self.rule.states(self.chosen_precision)
 
     @property
     def rule(self) -> "Rule":

@@ -8,7 +8,7 @@ from pagoda.errors import BudgetError
 from pagoda.forecast.activations import ActivationEstimate, activations_of
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.machine import Machine
+from pagoda.forecast.machine import Machine, with_precision
 from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
@@ -75,7 +75,7 @@ class Forecast:
 
     @property
     def share_of_peak(self) -> float:
-        rate = self.machine.hardware.matmul(self.config.precision)
+        rate = self.machine.hardware.matmul(self.config.chosen_precision)
         return self.flop_per_s / rate.peak_flop_per_s.value
 
     @property
@@ -100,18 +100,19 @@ def forecast(
 
     Raises ConfigError for an unknown model or a setting that cannot be used.
     """
+    config, why = with_precision(config, machine.hardware)
     check_configured(config)
     whole = described or describe_model(config)
     described = tensor_part_of(whole, config.tensor_parallel, config.states[0].whole)
     config, chosen = resolve_auto(config, machine, described)
-    made = Forecast(config, machine, described, activations_of(config, described), (), chosen)
+    made = Forecast(config, machine, described, activations_of(config, described), (), (*why, *chosen))
     try:
         problem, notes = resolved_problem(config, machine, described)
         made = replace(made, notes=notes, problem=problem)
         problem, choice, plan = _chosen(problem, usual if config.plan == "usual" else search)
     except BudgetError as refusal:
         return replace(made, refusal=refusal)
-    rate = machine.hardware.matmul(config.precision).reached_flop_per_s
+    rate = machine.hardware.matmul(config.chosen_precision).reached_flop_per_s
     how = f"FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
     if measure and machine.here and machine.hardware.device is None and described.measurable:
         problem = replace(problem, compute=_measured(config, problem))
@@ -153,7 +154,7 @@ def _measured(config: PlanConfig, problem: Problem) -> Compute:
         config.model,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
-        precision=config.precision,
+        precision=config.chosen_precision,
         gradient_checkpointing=recomputes(config.activations),
     )
     times = Compute.from_profile(profiler.measure(), problem.root)

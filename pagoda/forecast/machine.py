@@ -1,10 +1,11 @@
 """The machine of a forecast: its hardware, and how many bytes of pages each tier may hold."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagoda.budgets import HOST_SHARE, ssd_budget
+from pagoda.calibrate.matmul import precision_for
 from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import ActivationEstimate
@@ -81,7 +82,7 @@ def find_machine_for(config: PlanConfig) -> Machine:
     Raises ConfigError for unknown or unreadable hardware, for more GPUs than it has, and for several nodes without a
     network.
     """
-    hardware = _hardware(config.hardware)
+    hardware = hardware_of(config)
     if config.gpus_per_node is not None:
         hardware = hardware.with_gpus(config.gpus_per_node)
     if config.nodes > 1 and hardware.inter_node_bytes_per_s is None:
@@ -107,7 +108,21 @@ def find_machine_for(config: PlanConfig) -> Machine:
     return Machine(hardware, config.hardware == AUTO, ranks)
 
 
-def _hardware(name: str) -> Hardware:
+def with_precision(config: PlanConfig, hardware: Hardware) -> tuple[PlanConfig, tuple[str, ...]]:
+    """The configuration with the precision that a run on this hardware chooses, unless it has one, and why."""
+    if config.precision is not None:
+        return config, ()
+    bf16, fp32 = hardware.cpu.bf16, hardware.cpu.fp32
+    if hardware.device is not None or fp32 is None or bf16 is None:
+        return replace(config, precision="bf16"), ()
+    slowdown = fp32.reached_flop_per_s.value / bf16.reached_flop_per_s.value
+    precision, why = precision_for(slowdown)
+    return replace(config, precision=precision), (f"precision: {precision}, because {why}.",)
+
+
+def hardware_of(config: PlanConfig) -> Hardware:
+    """The hardware that the configuration names. Raises ConfigError for unknown or unreadable hardware."""
+    name = config.hardware
     if name == AUTO:
         path = hardware_file()
         if not path.exists():

@@ -223,7 +223,7 @@ def work_of(
     config: PlanConfig, machine: Machine, described: ModelDescription, recompute: bool
 ) -> tuple[Compute, tuple[Exchange, ...]]:
     """Compute of one micro-batch on one rank, and the communication within it."""
-    rate = machine.hardware.matmul(config.precision).reached_flop_per_s.value
+    rate = machine.hardware.matmul(config.chosen_precision).reached_flop_per_s.value
     tokens = {module: elements * config.itemsize for module, elements in described.exchanged.items()}
     gradients = {module: elements * config.itemsize for module, elements in described.stored_whole.items()}
     summed = config.tokens * described.hidden * config.itemsize

@@ -158,7 +158,7 @@ def _may_update_there(problem: Problem, candidate: Candidate) -> bool:
 
 def _unit_limits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     if problem.options.unit_limit is None:
-        largest = max(unit.numel for unit in fastest.plan.units) * fastest.plan.layout.weight.dtype.itemsize
+        largest = max(map(fastest.plan.layout.weight_bytes, fastest.plan.units))
         for factor in _FACTORS:
             limit = int(largest * factor)
             yield f"units of at most {format_bytes(limit)}", replace(fastest.options, unit_limit=limit)
@@ -174,7 +174,7 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     unit = max(plan.units, key=lambda unit: unit.trainable_numel)
     passing = int(n * sum(plan.layout.bytes_per_parameter.values()))
     on_device = max(
-        rates.seconds("h2d", passing + n * plan.layout.itemsize(GRAD)),
+        rates.seconds("h2d", passing + n * plan.layout.itemsize(unit, GRAD)),
         rates.seconds("d2h", passing),
         rates.device_update_seconds(unit, n, -(-n // plan.layout.block_elements)),
     )

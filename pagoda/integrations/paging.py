@@ -1,7 +1,6 @@
 """The settings that a framework's trainer passes to `wrap`."""
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, Literal
@@ -20,7 +19,6 @@ from pagoda.optim.rule import Rule, plain_setting
 from pagoda.optim.torch_optimizer import Optim
 from pagoda.optimizer import PagedOptimizer
 
-_OF_DTYPE: Mapping[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ONLY_FASTER = ("fused", "foreach", "capturable", "differentiable")
 """Settings of torch's optimizers that change how they compute, but not the result."""
 
@@ -54,7 +52,7 @@ class Paging:
 
     def wrap_frozen(self, model: nn.Module) -> None:
         """Freeze a model and wrap it. Raises the errors of `pagoda.wrap`."""
-        wrap(model.requires_grad_(False), AdamW(), memory=self.reference, precision=precision_of(model), mesh=self.mesh)
+        wrap(model.requires_grad_(False), AdamW(), memory=self.reference, mesh=self.mesh)
 
     def take_over(
         self,
@@ -89,7 +87,7 @@ class Paging:
             self.optimizer or rule_of(optimizer),
             param_groups=groups,
             memory=memory,
-            precision=self.precision or precision or precision_of(model),
+            precision=self.precision or precision,
             clip_grad_norm=clip_grad_norm,
             accumulation_steps=accumulation_steps,
             update=self.update,
@@ -116,14 +114,6 @@ class Paging:
             f"memory.device is {self.memory.device!r}, a GPU's memory, but batches are moved to {device}: leave "
             "memory.device out, or let the framework use the GPU."
         )
-
-
-def precision_of(model: nn.Module) -> Precision:
-    """The precision of the model's dtype. Raises ConfigError for a dtype that needs an explicit precision."""
-    dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
-    if dtype not in _OF_DTYPE:
-        raise ConfigError(f"The model is in {dtype}: set fp16 or bf16 in the framework, or Paging(precision=...).")
-    return _OF_DTYPE[dtype]
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:

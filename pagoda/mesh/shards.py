@@ -66,12 +66,14 @@ class Shards:
     def held(self, unit: UnitSpec, state: str, rank: int | None = None) -> tuple[Span, ...]:
         """Like `spans`, in elements of the state. These differ from the unit's elements if the state has its own
         shapes."""
+        if not self._layout.has(unit, state):
+            return ()
         return self.slices.of_state(unit, state, self.spans(unit, state, rank))
 
     def responsible(self, unit: UnitSpec, state: str) -> tuple[Span, ...]:
         """The part of a state that only this rank writes to a checkpoint, in elements of the state: its slice, even if
         it has the whole state. Empty if a rank of another replica writes it."""
-        if self.copies[0] != self.rank:
+        if self.copies[0] != self.rank or not self._layout.has(unit, state):
             return ()
         spans = self.slices.spans(unit, self.slices.place(unit, self.rank), frozen=state == WEIGHT)
         if not self.is_sliced(unit, state):

@@ -1,6 +1,7 @@
 """Builds language models from built-in names or local Hugging Face directories."""
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pagoda.models.hub import cached, how_to_download, is_hub_name
 from pagoda.models.shapes import HOW_TO_NAME, find_shape, is_built_in, is_sized_gpt, shape_on_hub
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -68,14 +70,19 @@ def build_model(
     transformers = import_transformers()
     pairs = getattr(config, "is_encoder_decoder", False)
     kind = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
-    model = _built(f"model {name_or_dir!r}", kind.from_config, config)
+    import torch
+
+    model = _built(f"model {name_or_dir!r}", kind.from_config, config, torch.float32)
     if gradient_checkpointing:
         _enable_checkpointing(name_or_dir, model)
     return model
 
 
-def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module":
-    """Build the model that a directory's config.json describes, with fp32 parameters, in training mode.
+def build_from_directory(
+    directory: Path, model_class: Any = None, dtype: "torch.dtype | None" = None, of_files: "torch.dtype | None" = None
+) -> "nn.Module":
+    """Build the model that a directory's config.json describes, in training mode. Its parameters have the dtypes that
+    `from_pretrained(dtype=dtype)` gives them. Without `dtype`, that is the one of config.json, or else `of_files`.
 
     `model_class` is a class of transformers: an Auto class or a model class. By default it is the first of the
     config.json's `architectures`, or `AutoModelForCausalLM` if there is none.
@@ -99,7 +106,37 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
         raise ConfigError(
             f"{directory}: {model_class!r:.80} is not a model class. Correct architectures in config.json"
         )
-    return _built(str(directory), build, config)
+    import torch
+
+    dtype = dtype or getattr(config, "dtype", None) or of_files or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model = _built(str(directory), build, config, dtype)
+    keep_in_fp32(model, dtype)
+    return model
+
+
+def keep_in_fp32(model: "nn.Module", dtype: "torch.dtype") -> None:
+    """Cast to fp32 the tensors of a model in `dtype` that `from_pretrained` would leave in fp32."""
+    kept = {*kept_in_fp32(model, dtype)}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in kept:
+            tensor.data = tensor.data.float()
+
+
+def kept_in_fp32(model: "nn.Module", dtype: "torch.dtype") -> list[str]:
+    """Names of the parameters and buffers that `from_pretrained(dtype=dtype)` leaves in fp32."""
+    found: list[str] = []
+    roots: list[str] = []
+    for prefix, module in model.named_modules():
+        plan: Any = getattr(module, "_get_dtype_plan", None)
+        if plan is None or any(prefix.startswith(root) for root in roots):  # an outer model's plan has the inner ones
+            continue
+        roots.append(f"{prefix}." if prefix else "")
+        if patterns := [pattern.replace("*", ".*") for pattern in plan(dtype)]:
+            kept = re.compile("|".join(patterns))
+            tensors = (*module.named_parameters(), *module.named_buffers())
+            found += [roots[-1] + name for name, _ in tensors if kept.search(name)]
+    return found
 
 
 def is_encoder_decoder(name_or_dir: str) -> bool:
@@ -244,12 +281,10 @@ def _read_configuration(directory: Path) -> Any:
     return config
 
 
-def _built(what: str, build: Callable[..., Any], config: Any) -> "nn.Module":
-    """Build a model of a transformers class from a configuration, in training mode, in fp32."""
-    import torch
-
+def _built(what: str, build: Callable[..., Any], config: Any, dtype: "torch.dtype") -> "nn.Module":
+    """Build a model of a transformers class from a configuration, in training mode."""
     try:
-        model: nn.Module = build(config, dtype=torch.float32).train()
+        model: nn.Module = build(config, dtype=dtype).train()
     except Exception as error:  # impossible sizes fail at their first use, with any exception type
         said = next(iter(str(error).splitlines()), "")
         if not isinstance(error, ValueError):  # other messages, such as a KeyError's, need their type

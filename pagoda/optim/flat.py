@@ -5,13 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
 from pagoda.optim import kernels
 from pagoda.optim.codecs import BLOCK, Key, Moments
-from pagoda.optim.rule import DTYPES, ElementwiseRule
-
-_PRECISIONS: Mapping[torch.dtype, Precision] = {dtype: precision for precision, dtype in DTYPES.items()}
+from pagoda.optim.rule import PRECISIONS, ElementwiseRule
 
 
 def _address(what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
@@ -39,7 +36,7 @@ def update(
     rule's, for one step. Raises ConfigError naming the first unsuitable tensor.
     """
     n = gradient.numel()
-    precision = _PRECISIONS[states["weight"].dtype]
+    precision = PRECISIONS[states["weight"].dtype]
     specs = rule.states(precision)
     rounding = (*(() if noise is None else (0, *noise)), *rule.arguments)
     if gradient.device.type == "cuda":

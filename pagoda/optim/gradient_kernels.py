@@ -44,6 +44,7 @@ def arriving_dtype(kept: torch.dtype, weight: torch.dtype) -> torch.dtype:
     return weight if kept in (torch.float32, weight) else kept
 
 
+@cache
 def gradient_kernels(kept: torch.dtype, arriving: torch.dtype | None = None) -> GradientKernels:
     """The kernels for gradients that are given in `arriving` and stored in `kept`, which is the same dtype or fp32."""
     forms = FORMS[kept], FORMS[arriving or kept]

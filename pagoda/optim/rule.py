@@ -51,6 +51,7 @@ from pagoda.errors import ConfigError
 from pagoda.optim.codecs import BLOCK, Key
 
 DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISIONS: Mapping[torch.dtype, Precision] = {dtype: precision for precision, dtype in DTYPES.items()}
 
 
 def gradient_dtype(precision: Precision) -> torch.dtype:
@@ -113,8 +114,20 @@ _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
     "fp32": (StateSpec("weight", torch.float32),),
 }
 """The states that store a parameter's fp32 master."""
+LOW = "weight_low"
+"""What else stores the master of a weight in 16 bits."""
 MASTER = "master"
 """The state that stores it where weights are predicted."""
+
+
+def states_in(states: tuple[StateSpec, ...], dtype: torch.dtype | None) -> tuple[StateSpec, ...]:
+    """The states of a parameter with weights in another dtype than the first of `states`, which are in 16 bits. None:
+    they are in the same dtype."""
+    weight, *others = states
+    if dtype is None or dtype is weight.dtype:
+        return states
+    kept = (state for state in others if state.name != LOW or dtype is not torch.float32)
+    return (replace(weight, dtype=dtype), *kept)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ def stream_plan(plan: Plan, threads: int, at_once_bytes: int, updated: Callable[
     units = []
     for unit in plan.units:
         on_device = unit.index in placement.on_device
-        on_ssd = frozenset(state.name for state in layout.states if placement.home(unit.index, state.name) == SSD)
+        names = (state.name for state in layout.states_of(unit))
+        on_ssd = frozenset(name for name in names if placement.home(unit.index, name) == SSD)
         after: dict[int, tuple[int, ...]] = {}
         if layout.weight.whole is None:
             bounds = _uniform(updated(unit), plan.update_block(unit, threads))
@@ -70,7 +71,7 @@ def stream_plan(plan: Plan, threads: int, at_once_bytes: int, updated: Callable[
         if on_device:
             takes_place = unit.index in placement.passing or layout.weight.copied
         else:
-            is_small = layout.updated_elements(unit) * layout.bytes_per_update <= at_once_bytes
+            is_small = layout.updated_elements(unit) * layout.bytes_per_update(unit) <= at_once_bytes
             takes_place = not (on_ssd or is_small)
         units.append(UnitBlocks(bounds, int(on_device), bool(on_ssd), takes_place, after))
     both = any(unit.streamed and unit.updater for unit in units)
@@ -95,7 +96,7 @@ def _whole(
     for index, cut in enumerate(layout.cuts(unit)):
         bounds.append((cut.start - origin, cut.stop - origin))
         earlier = set[int]()
-        for state in layout.states:
+        for state in layout.states_of(unit):
             part = layout.part(unit, cut, state) if state.name in on_ssd else None
             if part is None:
                 continue

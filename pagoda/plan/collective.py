@@ -38,7 +38,7 @@ class ReduceBuffers:
 
 def reduce_buffers(layout: Layout) -> ReduceBuffers:
     """The buffers of one rank. They have no pages if no other rank shares its gradients."""
-    ranks, itemsize = layout.ranks, layout.offloaded_itemsize
+    ranks = layout.ranks
     if ranks.data_parallel == 1:
         return ReduceBuffers()
     most_slots = max(len(unit.slots) for unit in layout.units)
@@ -46,7 +46,7 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers:
     widest = 0
     for unit in layout.units:
         group = layout.group(unit)
-        row = header + slice_elements(unit.trainable_numel, group) * itemsize
+        row = header + slice_elements(unit.trainable_numel, group) * layout.offloaded_itemsize(unit)
         widest = max(widest, group * row)
     rows = 1 if ranks.replicas == 1 else 1 + ranks.replicas
     longest = max(each.updated_elements(unit) for each in layout.of_all_ranks() for unit in layout.units)
@@ -54,9 +54,7 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers:
     whole = pages_for(widest, layout.page_bytes)
     landing = whole
     if ranks.shards_weights:
-        landing = max(
-            whole, *(pages_for(unit.numel * layout.weight.dtype.itemsize, layout.page_bytes) for unit in layout.units)
-        )
+        landing = max(whole, *(pages_for(layout.weight_bytes(unit), layout.page_bytes) for unit in layout.units))
     pages = 2 * whole + landing + pages_for(4 * rows * piece, layout.page_bytes)
     return ReduceBuffers(whole, landing, header, piece, rows, pages)
 

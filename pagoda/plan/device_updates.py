@@ -45,8 +45,8 @@ def slot_count(layout: Layout) -> int:
 def slot_offsets(layout: Layout) -> tuple[Mapping[str, int], int]:
     """Offset in a slot, in bytes, of each state of a block, of the gradient (`GRAD`) and of the work area (`WORK`); and
     the size of the slot."""
-    sizes = {state.name: layout.most_in_block(state) * state.dtype.itemsize for state in layout.states}
-    sizes |= {GRAD: layout.block_elements * layout.itemsize(GRAD), WORK: 4 * layout.work_elements}
+    sizes = {state.name: layout.most_in_block(state) * layout.widest(state.name) for state in layout.states}
+    sizes |= {GRAD: layout.block_elements * layout.widest(GRAD), WORK: 4 * layout.work_elements}
     *starts, end = accumulate((-(-nbytes // _ALIGN) * _ALIGN for nbytes in sizes.values()), initial=0)
     return dict(zip(sizes, starts, strict=True)), end
 

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 
 from pagoda.memory.page import pages_for
-from pagoda.optim.rule import StateSpec
+from pagoda.optim.rule import StateSpec, states_in
 from pagoda.plan.packed import Packed, ShapedSpan
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.slices import Slices, slice_elements
-from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align, enclosing
+from pagoda.plan.units import UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
 
@@ -84,18 +84,43 @@ class Layout:
     gradient: torch.dtype | None = None
     """The dtype in which gradients are accumulated and kept. None: the weights' dtype."""
 
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        return self.gradient or self.weight.dtype
-
-    @property
-    def offloaded_itemsize(self) -> int:
+    def offloaded_itemsize(self, unit: UnitSpec) -> int:
         """Bytes per element of a gradient on its way from compute. A wider gradient is widened where it is kept."""
-        return min(self.gradient_dtype.itemsize, self.weight.dtype.itemsize)
+        return min(self.itemsize(unit, GRAD), self.itemsize(unit, WEIGHT))
 
     @property
     def weight(self) -> StateSpec:
+        """The weights of most parameters. Other units may have another dtype."""
         return self.states[0]
+
+    def states_of(self, unit: UnitSpec) -> tuple[StateSpec, ...]:
+        """The states of a unit, in the dtypes that it has them in."""
+        return self._states_in[unit.dtype]
+
+    @cached_property
+    def _states_in(self) -> dict[torch.dtype | None, tuple[StateSpec, ...]]:
+        """Dtype of a unit -> its states."""
+        return {dtype: states_in(self.states, dtype) for dtype in {unit.dtype for unit in self.units}}
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of weights, that of most parameters first."""
+        others = (dtype for dtype in self._states_in if dtype is not None)
+        return tuple(dict.fromkeys((self.weight.dtype, *sorted(others, key=str))))
+
+    @property
+    def forms(self) -> list[tuple[torch.dtype, torch.dtype]]:
+        """The dtype of weights and that of gradients, for each dtype of weights."""
+        return [(dtype, self.gradient or dtype) for dtype in self.dtypes]
+
+    def widest(self, state: str) -> int:
+        """Most bytes per element of a state of any unit, for buffers that units share."""
+        return max(self.itemsize(unit, state) for unit in self._of_each_dtype)
+
+    @cached_property
+    def _of_each_dtype(self) -> tuple[UnitSpec, ...]:
+        """A unit of each dtype."""
+        return tuple({unit.dtype: unit for unit in self.units}.values())
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
@@ -118,7 +143,7 @@ class Layout:
         if state.shape_of is not None:
             return self._packed[state.name].span(unit, slot)
         placed = unit.slots[slot]
-        if not placed.param.trainable and state is not self.weight:
+        if (not placed.param.trainable and state.name != WEIGHT) or not self.has(unit, state.name):
             return None
         shape = state.shape(placed.param.name, placed.param.shape)
         assert shape is not None, "only a state with shapes of its own may lack one"
@@ -133,10 +158,8 @@ class Layout:
     def slices(self) -> Slices:
         """The part that each rank holds. If every rank has all weights, equal slices are whole pages of them, so that
         an update never shares a page with data from other ranks. Slices of whole parameters may share pages."""
-        multiple = ALIGN_ELEMENTS
-        if not self.ranks.shards_weights:
-            multiple = self.page_bytes // self.weight.dtype.itemsize
-        return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, multiple)
+        pages = None if self.ranks.shards_weights else self.page_bytes
+        return Slices(self.units, self.states_of, self._packed, self.ranks, self.expert_units, pages)
 
     def is_sliced(self, unit: UnitSpec, state: str) -> bool:
         """Whether ranks divide a state of a unit, so that each has a slice and not all of it."""
@@ -217,17 +240,31 @@ class Layout:
         """Number of blocks that the ring must hold. A rule that takes whole parameters needs one."""
         return RING_SLOTS if self.weight.whole is None else 1
 
-    def dtype(self, state: str) -> torch.dtype:
+    def dtype(self, unit: UnitSpec, state: str) -> torch.dtype:
         """Dtype of an extent. Both extents of weights have the same."""
-        return self._dtypes.get(state, self.weight.dtype)
+        known = self._dtypes[unit.dtype]
+        return known.get(state, known[WEIGHT])
+
+    def has(self, unit: UnitSpec, state: str) -> bool:
+        """Whether the parameters of a unit may have a state: all but what else stores the master of an fp32 weight."""
+        return state in self._dtypes[unit.dtype] or state not in self._dtypes[None]
 
     @cached_property
-    def _dtypes(self) -> dict[str, torch.dtype]:
-        return {**{state.name: state.dtype for state in self.states}, GRAD: self.gradient_dtype}
+    def _dtypes(self) -> dict[torch.dtype | None, dict[str, torch.dtype]]:
+        """Dtype of a unit -> state -> its dtype."""
+        found: dict[torch.dtype | None, dict[str, torch.dtype]] = {}
+        for dtype, states in {None: self.states, **self._states_in}.items():
+            found[dtype] = {state.name: state.dtype for state in states}
+            found[dtype][GRAD] = self.gradient or found[dtype][WEIGHT]
+        return found
 
-    def itemsize(self, state: str) -> int:
+    def itemsize(self, unit: UnitSpec, state: str) -> int:
         """Bytes per element."""
-        return self.dtype(state).itemsize
+        return self.dtype(unit, state).itemsize
+
+    def weight_bytes(self, unit: UnitSpec) -> int:
+        """Bytes of all of a unit's weights."""
+        return unit.numel * self.itemsize(unit, WEIGHT)
 
     def group(self, unit: UnitSpec) -> int:
         """Number of ranks that share the state of a unit."""
@@ -241,6 +278,8 @@ class Layout:
     def elements(self, unit: UnitSpec, state: str) -> int:
         """Elements of an extent on this rank: all, or a slice."""
         cut = self.is_sliced(unit, state)
+        if not self.has(unit, state):
+            return 0
         if state in self._packed:
             if not cut:
                 return self._packed[state].elements(unit)
@@ -263,24 +302,34 @@ class Layout:
     @cached_property
     def bytes_per_parameter(self) -> Mapping[str, float]:
         """State -> bytes per trained parameter, without padding."""
-        trained = max(1, sum(slot.param.numel for unit in self.units for slot in unit.slots if slot.param.trainable))
-        return {
-            state.name: state.dtype.itemsize / state.per
-            if state.shape_of is None
-            else self._packed[state.name].total * state.dtype.itemsize / trained
-            for state in self.states
-        }
+        of_dtype = self.trained_of_dtype
+        trained = max(1, sum(of_dtype.values()))
+        total = dict.fromkeys((state.name for state in self.states), 0.0)
+        for dtype, numel in of_dtype.items():
+            for state in self._states_in[dtype]:
+                total[state.name] += numel * state.dtype.itemsize / state.per
+        for state in self.states:
+            if state.shape_of is not None:
+                total[state.name] = self._packed[state.name].total * state.dtype.itemsize
+        return {name: nbytes / trained for name, nbytes in total.items()}
 
-    @property
-    def bytes_per_update(self) -> float:
+    @cached_property
+    def trained_of_dtype(self) -> Mapping[torch.dtype | None, int]:
+        """Dtype of a unit -> trained parameters of such units."""
+        found: Counter[torch.dtype | None] = Counter()
+        for unit in self.units:
+            found[unit.dtype] += sum(slot.param.numel for slot in unit.slots if slot.param.trainable)
+        return found
+
+    def bytes_per_update(self, unit: UnitSpec) -> float:
         """Bytes of RAM that the update of one parameter reads and writes: every state twice, and the gradient once."""
-        return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)
+        return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(unit, GRAD)
 
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
         key = self._alike[unit.index], state
         if key not in self._known_pages:
-            self._known_pages[key] = pages_for(self.elements(unit, state) * self.itemsize(state), self.page_bytes)
+            self._known_pages[key] = pages_for(self.elements(unit, state) * self.itemsize(unit, state), self.page_bytes)
         return self._known_pages[key]
 
     @cached_property
@@ -294,9 +343,11 @@ class Layout:
         may have thousands of experts, and few sizes."""
         if self.weight.whole is not None or self._packed:
             return [unit.index for unit in self.units]
-        firsts: dict[tuple[int, int, bool], int] = {}
+        firsts: dict[object, int] = {}
         return [
-            firsts.setdefault((unit.numel, unit.trainable_numel, unit.index in self.expert_units), unit.index)
+            firsts.setdefault(
+                (unit.numel, unit.trainable_numel, unit.index in self.expert_units, unit.dtype), unit.index
+            )
             for unit in self.units
         ]
 
@@ -332,7 +383,7 @@ class Layout:
 
     def trained_weight_pages(self, unit: UnitSpec) -> int:
         """Pages of an extent's weights from its start to the last one that an update changes."""
-        return pages_for(self.trained_elements(unit) * self.weight.dtype.itemsize, self.page_bytes)
+        return pages_for(self.trained_elements(unit) * self.itemsize(unit, WEIGHT), self.page_bytes)
 
     def frozen_pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of an extent that updates never change."""
@@ -348,7 +399,7 @@ class Layout:
             group, trained = self.group(unit), unit.trainable_numel
             ends = group * slice_elements(trained, group), trained + group * slice_elements(elements - trained, group)
             elements = max(ends)
-        return pages_for(elements * self.weight.dtype.itemsize, self.page_bytes)
+        return pages_for(elements * self.itemsize(unit, WEIGHT), self.page_bytes)
 
     def gathers_after_update(self, unit: UnitSpec) -> bool:
         """Whether every rank has all of a unit's weights and updates a slice of them."""
@@ -365,7 +416,9 @@ class Layout:
         parameters, the elements of the largest one."""
         if self.weight.whole is not None:
             return max(1, self._widest_cut)
-        per_page = self.page_bytes // min(s.dtype.itemsize for s in (self.weight, *self.moments))
+        streamed = {WEIGHT, *(state.name for state in self.moments)}
+        least = min(s.dtype.itemsize for states in self._states_in.values() for s in states if s.name in streamed)
+        per_page = self.page_bytes // least
         # So that the ring holds at most one unit.
         quarter = max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
         return -(-min(self.block_limit, quarter + 1) // per_page) * per_page
@@ -392,7 +445,7 @@ class Layout:
     def block_pages(self, state: str) -> int:
         """Pages of a block's share of a state, wherever it begins in a page."""
         if self.weight.whole is None:
-            return pages_for(self.block_elements * self.itemsize(state), self.page_bytes)
+            return pages_for(self.block_elements * self.widest(state), self.page_bytes)
         return self._window_pages[state]
 
     @cached_property
@@ -401,7 +454,7 @@ class Layout:
         pages = dict.fromkeys((state.name for state in self.states), 0)
         for unit in self.units:
             for cut in self.cuts(unit):
-                for state in self.states:
+                for state in self.states_of(unit):
                     part = self.part(unit, cut, state)
                     if part is not None:
                         pages[state.name] = max(pages[state.name], self.window(part, state)[1] // self.page_bytes)
@@ -424,7 +477,7 @@ class Layout:
         """Pages that contain a piece of a checkpoint, wherever it begins in its first page."""
         spans = (span.count for packed in self._packed.values() for span in packed.spans())
         widest = min(PIECE_ELEMENTS, max(*(unit.numel for unit in self.units), *spans, 0))
-        return pages_for(widest * max(s.dtype.itemsize for s in self.states), self.page_bytes) + 1
+        return pages_for(widest * max(self.widest(s.name) for s in self.states), self.page_bytes) + 1
 
     @property
     def activation_buffer_pages(self) -> int:
@@ -450,5 +503,5 @@ class Layout:
 
     def total_bytes(self, state: str) -> int:
         """Bytes of a state without padding to pages."""
-        elements = sum(count * self.elements(self.units[first], state) for first, count in self._counts.items())
-        return elements * self.itemsize(state)
+        firsts = ((self.units[first], count) for first, count in self._counts.items())
+        return sum(count * self.elements(unit, state) * self.itemsize(unit, state) for unit, count in firsts)

@@ -19,7 +19,7 @@ def lookups_asked(root: ModuleSpec, itemsize: int, options: Options, budgets: Bu
         raise ConfigError("memory.embedding_limit is given, but the CPU computes everything: leave it out.")
     if ranks.count > 1:
         raise ConfigError("memory.embedding_limit is given, but works on one rank only: leave it out.")
-    larger = [module for module in root.modules() if module.lookup is not None and module.numel * itemsize > limit]
+    larger = [module for module in root.modules() if module.lookup is not None and module.nbytes(itemsize) > limit]
     for module in larger:
         check_lookup(module.name, module.lookup)
     names = frozenset(module.name for module in larger)

@@ -246,7 +246,8 @@ class _Placer:
             lines |= {GRAD: grads, GRAD_QUEUE: self.options.max_staleness * grads}
         if self.device is not None:
             buffers, elements = layout.bounce
-            lines[BOUNCE] = buffers * pages_for(elements * layout.offloaded_itemsize, layout.page_bytes)
+            widest = max(map(layout.offloaded_itemsize, layout.units))
+            lines[BOUNCE] = buffers * pages_for(elements * widest, layout.page_bytes)
         else:
             lines[COLLECTIVE_BUFFERS] = reduce_buffers(layout).pages
         if self.ssd is not None:
@@ -273,6 +274,7 @@ class _Placer:
             (unit, state): DEVICE if (unit, state) in self.at_home else HOST if unit in units else SSD
             for unit in sorted(self.all)
             for state, units in in_ram.items()
+            if self.layout.has(self.layout.units[unit], state)
         }
 
     def _home_lines(self, tier: str, homes: Mapping[tuple[int, str], str], kept: _InRam) -> dict[str, int]:

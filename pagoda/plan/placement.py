@@ -92,7 +92,7 @@ class Placement:
     def streamed(self, unit: int, states: Sequence[StateSpec]) -> list[StateSpec]:
         """The states that do not live where their unit is updated: on the device, or in RAM."""
         away = (HOST, SSD) if unit in self.on_device else (SSD,)
-        return [state for state in states if self.homes[unit, state.name] in away]
+        return [state for state in states if self.homes.get((unit, state.name)) in away]
 
     def update_lane(self, unit: int, states: Sequence[StateSpec]) -> str:
         """The lane that most likely ends last before a unit's new weights can be used."""

@@ -113,9 +113,9 @@ class Plan:
         if self.budgets.device is None:
             return GRADIENTS_IN_FLIGHT_BYTES
         leaving = (unit for unit in self.units if not unit.on_host)
-        trainable = (slot.param for unit in leaving for slot in unit.slots if slot.param.trainable)
-        largest = max((param.numel for param in trainable), default=0)
-        return max(GRADIENTS_IN_FLIGHT_BYTES, largest * self.layout.offloaded_itemsize)
+        trainable = ((unit, slot.param) for unit in leaving for slot in unit.slots if slot.param.trainable)
+        largest = max((param.numel * self.layout.offloaded_itemsize(unit) for unit, param in trainable), default=0)
+        return max(GRADIENTS_IN_FLIGHT_BYTES, largest)
 
     @property
     def transfer_bytes(self) -> int:
@@ -124,7 +124,7 @@ class Plan:
         nbytes = transfers = 0
         for unit in self.units:
             elements = layout.updated_elements(unit)
-            for state in layout.states:
+            for state in layout.states_of(unit):
                 if elements and self.placement.home(unit.index, state.name) == SSD:
                     nbytes += state.nbytes(elements)
                     transfers += -(-elements // layout.block_elements)
@@ -147,21 +147,21 @@ class Plan:
 
     @property
     def saved_states(self) -> tuple[StateSpec, ...]:
-        """What a checkpoint may hold of a unit: its states, and as WEIGHT_BACK the weights that steps read while these
-        lag."""
+        """What a checkpoint may hold of most units: their states, and as WEIGHT_BACK the weights that steps read while
+        these lag."""
         late = [replace(self.layout.weight, name=WEIGHT_BACK)] if self.options.max_staleness else []
         return (*self.layout.states, *late)
 
     def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:
         """State -> pages, for what a checkpoint may hold of a unit from RAM or the device."""
-        names = [state.name for state in self.saved_states]
+        names = [state.name for state in self.saved_states if self.layout.has(unit, state.name)]
         pages = {name: self.layout.pages(unit, name) for name in names if self.placement.home(unit.index, name) != SSD}
         return {name: count for name, count in pages.items() if count}
 
     def update_block(self, unit: UnitSpec, threads: int) -> int:
         """Elements of a block of a unit's update by an element-wise rule. `threads` update units in RAM."""
         layout, placement = self.layout, self.placement
-        if unit.index in placement.passing or placement.streamed(unit.index, layout.states):
+        if unit.index in placement.passing or placement.streamed(unit.index, layout.states_of(unit)):
             return layout.block_elements
         return layout.block_at_home(unit, unit.index in placement.on_device, threads)
 
@@ -237,7 +237,7 @@ def _units_that_fit(
 ) -> tuple[int, Layout, Placement]:
     """A placement with the largest units that fit, and the limit in bytes with which they were made."""
     itemsize = states[0].dtype.itemsize
-    total = root.numel * itemsize
+    total = root.nbytes(itemsize)
     limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
     expert_modules = frozenset(root.experts())
     refusals: list[BudgetError] = []
@@ -250,9 +250,9 @@ def _units_that_fit(
             return limit, *_fit(paged, budgets, options)
         except BudgetError as refusal:
             refusals.append(refusal)
-        smaller = _next_limit(units, limit, itemsize)
+        smaller = _next_limit(draft, limit)
         if options.unit_limit is not None or smaller is None:
-            raise _with_advice(_least(refusals), units, itemsize, budgets)
+            raise _with_advice(_least(refusals), draft, budgets)
         limit = smaller
 
 
@@ -286,10 +286,10 @@ def _least(refusals: list[BudgetError]) -> BudgetError:
     return min((r for r in refusals if r.tier == _CHECKED[furthest]), key=lambda r: r.needed_bytes or 0)
 
 
-def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: int, budgets: Budgets) -> BudgetError:
+def _with_advice(refusal: BudgetError, layout: Layout, budgets: Budgets) -> BudgetError:
     """The refusal, with advice if a single parameter is too large."""
-    largest = max((unit for unit in units if not unit.on_host), key=lambda unit: unit.numel)
-    nbytes = largest.numel * itemsize
+    largest = max((unit for unit in layout.units if not unit.on_host), key=layout.weight_bytes)
+    nbytes = layout.weight_bytes(largest)
     has = {DEVICE: budgets.device, HOST: budgets.host}.get(refusal.tier or "")
     if len(largest.slots) > 2 or has is None or 2 * nbytes < has:
         return refusal
@@ -320,9 +320,10 @@ def _paged(layout: Layout, asked: int | None) -> Layout:
     return layout.with_page_bytes(page)
 
 
-def _next_limit(units: tuple[UnitSpec, ...], limit: int, itemsize: int) -> int | None:
+def _next_limit(layout: Layout, limit: int) -> int | None:
     """A limit that splits the largest unit that can be split. None if every unit is a single parameter."""
-    splittable = [u.numel * itemsize for u in units if len(u.slots) > 1 and u.numel * itemsize > _MIN_PAGE_BYTES]
+    sizes = (layout.weight_bytes(unit) for unit in layout.units if len(unit.slots) > 1)
+    splittable = [nbytes for nbytes in sizes if nbytes > _MIN_PAGE_BYTES]
     if not splittable or limit <= _MIN_PAGE_BYTES:
         return None
     return min(limit // 2, max(splittable) - 1)

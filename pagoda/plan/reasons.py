@@ -17,13 +17,14 @@ def reasons_for(
     layout: Layout, placement: Placement, budgets: Budgets, options: Options, unit_limit: int
 ) -> tuple[str, ...]:
     """At least one sentence for each choice. `unit_limit` is the limit in bytes with which the units were made."""
-    largest = format_bytes(max(unit.numel for unit in layout.units) * layout.weight.dtype.itemsize)
+    largest = format_bytes(max(map(layout.weight_bytes, layout.units)))
     limited = "memory.unit_limit" if options.unit_limit else "an eighth of the model, or less if the budget is tight"
     least_waste = f"the largest that waste at most {MAX_WASTE:.0%} in padding"
     reasons = [
         f"{len(layout.units)} units, the largest with {largest} of weights: modules of at most "
         f"{format_bytes(unit_limit)} ({limited}), and larger ones that cannot be divided.",
         f"Pages of {format_bytes(layout.page_bytes)}: {'memory.page_size' if options.page_bytes else least_waste}.",
+        *_dtypes(layout),
         *reasons_for_homes(layout, placement, budgets, options),
         _state_bytes(layout),
     ]
@@ -47,7 +48,7 @@ def reasons_for_homes(layout: Layout, placement: Placement, budgets: Budgets, op
         yield "No unit is updated on the device, because none has all of its states in RAM."
     if looked_up := [unit for unit in layout.units if unit.on_host]:
         names = ", ".join(f"{unit.name!r}" for unit in looked_up)
-        size = format_bytes(sum(unit.numel for unit in looked_up) * layout.weight.dtype.itemsize)
+        size = format_bytes(sum(map(layout.weight_bytes, looked_up)))
         yield (
             f"The CPU looks up {names}, because "
             + ("the device has no room" if options.embedding_limit is None else "memory.embedding_limit says so")
@@ -99,6 +100,17 @@ def reasons_for_homes(layout: Layout, placement: Placement, budgets: Budgets, op
             f"The {format_bytes(budgets.ssd or 0)} of SSD that the run may use have no room for the pages of a "
             f"checkpoint, {format_bytes(state * layout.page_bytes)} more: state on SSD is copied to save it."
         )
+
+
+def _dtypes(layout: Layout) -> Iterator[str]:
+    """The dtypes of weights, if there are several."""
+    if len(layout.dtypes) == 1:
+        return
+    numel = dict.fromkeys(layout.dtypes, 0)
+    for unit in layout.units:
+        numel[layout.dtype(unit, WEIGHT)] += sum(slot.param.numel for slot in unit.slots)
+    parts = [f"{count:,} parameters in {str(dtype).removeprefix('torch.')}" for dtype, count in numel.items()]
+    yield f"The model has {' and '.join(parts)}; each keeps its dtype, in units of its own."
 
 
 def _state_bytes(layout: Layout) -> str:

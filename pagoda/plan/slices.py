@@ -1,7 +1,7 @@
 """Slices: the elements of each unit, and of each of its states, that each of the ranks sharing it holds."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,20 +40,20 @@ class Slices:
     def __init__(
         self,
         units: Sequence[UnitSpec],
-        states: Sequence[StateSpec],
+        states_of: Callable[[UnitSpec], Sequence[StateSpec]],
         packed: Mapping[str, Packed],
         ranks: Ranks,
         expert_units: frozenset[int],
-        multiple: int = ALIGN_ELEMENTS,
+        page_bytes: int | None = None,
     ) -> None:
-        """Equal slices are multiples of `multiple` elements, except at the end of the last one."""
+        """Equal slices are whole pages of weights, except at the end of the last one, if `page_bytes` is given."""
         self._units = units
-        self._states = states
+        self._states_of = states_of
         self._packed = packed
         self._ranks = ranks
         self._experts = expert_units
-        self._multiple = multiple
-        self._takes_whole = states[0].whole
+        self._page_bytes = page_bytes
+        self._takes_whole = states_of(units[0])[0].whole
 
     @property
     def differ(self) -> bool:
@@ -101,7 +101,7 @@ class Slices:
         """Convert spans of a unit's elements to spans of one of its states."""
         packed = self._packed.get(state)
         if packed is None:
-            per = next((s.per for s in self._states if s.name == state), 1)
+            per = next((s.per for s in self._states_of(unit) if s.name == state), 1)
             return tuple(Span(-(-span.start // per), -(-span.stop // per), span.at // per) for span in spans)
         found = []
         for span in spans:
@@ -111,7 +111,9 @@ class Slices:
 
     def _multiple_of(self, unit: UnitSpec) -> int:
         """Equal slices of a unit are multiples of this number of elements."""
-        return self._multiple if self.group(unit) > 1 else ALIGN_ELEMENTS
+        if self._page_bytes is None or self.group(unit) == 1:
+            return ALIGN_ELEMENTS
+        return self._page_bytes // self._states_of(unit)[0].dtype.itemsize
 
     @property
     def fullest_rank(self) -> int:
@@ -142,7 +144,7 @@ class Slices:
 
     def _nbytes(self, unit: UnitSpec, span: Span) -> int:
         """Bytes of all states of some trainable elements of a unit."""
-        parts = ((state, part) for state in self._states for part in self.of_state(unit, state.name, (span,)))
+        parts = ((state, part) for state in self._states_of(unit) for part in self.of_state(unit, state.name, (span,)))
         return sum(len(part) * state.dtype.itemsize for state, part in parts)
 
     def _parameters(self, unit: UnitSpec) -> list["ParameterRange"]:

@@ -65,22 +65,23 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
         moves = placement.home(index, WEIGHT) != plan.lease_tier
         fetched = layout.pages(unit, WEIGHT) * page if moves else 0
     passes = 1 if ranks.shards_gradients else 2
-    reduced = passes * ring_bytes(unit.trainable_numel * layout.itemsize(GRAD), group)
+    reduced = passes * ring_bytes(unit.trainable_numel * layout.itemsize(unit, GRAD), group)
     merged = (ranks.replicas - 1) * slice_elements(unit.trainable_numel, group) * _SUM_BYTES
-    published = unit.trainable_numel * layout.weight.dtype.itemsize if layout.gathers_after_update(unit) else 0
+    published = unit.trainable_numel * layout.itemsize(unit, WEIGHT) if layout.gathers_after_update(unit) else 0
     elements = layout.updated_elements(unit)
     through_ssd = published if placement.home(index, WEIGHT) == SSD else 0
-    sent_from_ssd = min(through_ssd, elements * layout.weight.dtype.itemsize)
-    gradient = elements * layout.itemsize(GRAD)
+    sent_from_ssd = min(through_ssd, elements * layout.itemsize(unit, WEIGHT))
+    gradient = elements * layout.itemsize(unit, GRAD)
     on_device, made_at_home = index in placement.on_device, placement.home(index, GRAD) == DEVICE
-    states = sum(layout.updated_bytes(unit, state) for state in layout.states)
-    moving = {state.name: layout.updated_bytes(unit, state) for state in placement.streamed(index, layout.states)}
+    states = sum(layout.updated_bytes(unit, state) for state in layout.states_of(unit))
+    streamed = placement.streamed(index, layout.states_of(unit))
+    moving = {state.name: layout.updated_bytes(unit, state) for state in streamed}
     return Traffic(
         fetched=fetched,
         gathered=gathered,
         reduced=reduced,
         merged=merged,
-        offloaded=0 if made_at_home or unit.on_host else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
+        offloaded=0 if made_at_home or unit.on_host else layout.elements(unit, GRAD) * layout.offloaded_itemsize(unit),
         buffer=layout.pages(unit, GRAD) * page,
         streamed=sum(nbytes for name, nbytes in moving.items() if placement.home(index, name) == SSD),
         passed=sum(moving.values()) if on_device else 0,

@@ -1,8 +1,10 @@
 """Units: parameters that are fetched together."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+
+import torch
 
 from pagoda.errors import BudgetError
 
@@ -70,10 +72,16 @@ class ParamSpec:
     """None for a parameter that was not cut."""
     shard: TensorShard | None = None
     """With tensor parallelism: the division of which this parameter is a part. `shape` is the shape of the part."""
+    dtype: torch.dtype | None = None
+    """The dtype of its weight, if the model mixes dtypes. None: that of the states of most parameters."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of its weight. `itemsize`: bytes of an element in the dtype of most parameters."""
+        return self.numel * (itemsize if self.dtype is None else self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,10 @@ class ModuleSpec:
     def numel(self) -> int:
         """Elements of all parameters of the subtree."""
         return sum(param.numel for param in self.walk())
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of all weights of the subtree, like `ParamSpec.nbytes`."""
+        return sum(param.nbytes(itemsize) for param in self.walk())
 
     @property
     def is_split(self) -> bool:
@@ -155,6 +167,8 @@ class UnitSpec:
     """Elements of the gradient and optimizer extents, padding included."""
     on_host: bool = False
     """Whether its module computes in RAM, where its weights live."""
+    dtype: torch.dtype | None = None
+    """The dtype of its weights, like `ParamSpec.dtype`."""
 
     @property
     def name(self) -> str:
@@ -172,17 +186,23 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
     A subtree whose weights fit `limit_bytes` is one unit. A larger subtree is split into its children, and the
     parameters that it holds directly become a unit of their own, however large. A subtree with experts or modules that
     are `apart` is split too, and none of these shares a unit with the modules around it. Units are in pre-order.
+
+    A unit has one dtype. If parameters have several, there is a unit of each for the same module, and all of them are
+    in use together.
     """
     units: list[UnitSpec] = []
+
+    def add(module: ModuleSpec, params: Sequence[ParamSpec]) -> None:
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            units.append(_lay_out(len(units), module, [param for param in params if param.dtype is dtype]))
 
     def visit(module: ModuleSpec) -> None:
         if not module.is_split:
             params = list(module.walk())
-            if params and sum(p.numel for p in params) * itemsize <= limit_bytes:
-                units.append(_lay_out(len(units), module, params))
+            if params and module.nbytes(itemsize) <= limit_bytes:
+                add(module, params)
                 return
-        if module.params:
-            units.append(_lay_out(len(units), module, list(module.params)))
+        add(module, module.params)
         for child in module.children:
             visit(child)
 
@@ -224,17 +244,21 @@ def forward_uses(root: ModuleSpec, units: tuple[UnitSpec, ...]) -> tuple[Use, ..
     A module that uses another module's parameter needs the unit of that one at its own position.
     """
     owner = {slot.param.name: unit for unit in units for slot in unit.slots}
+    together: dict[str, list[int]] = {}
+    for unit in units:
+        together.setdefault(unit.module, []).append(unit.index)
     uses: list[Use] = []
 
-    def use(unit: UnitSpec, module: str) -> None:
-        if not uses or uses[-1].unit != unit.index:
-            uses.append(Use(unit.index, module))
+    def use(module: str, needed: Sequence[int]) -> None:
+        if [use.unit for use in uses[-len(needed) :]] != needed:
+            uses.extend(Use(unit, module) for unit in needed)
 
     def visit(module: ModuleSpec) -> None:
         for name in module.tied:
-            use(owner[name], module.name)
+            use(module.name, [owner[name].index])
         for param in module.params:
-            use(owner[param.name], owner[param.name].module)
+            root = owner[param.name].module
+            use(root, together[root])
         for child in module.children:
             visit(child)
 
@@ -243,13 +267,22 @@ def forward_uses(root: ModuleSpec, units: tuple[UnitSpec, ...]) -> tuple[Use, ..
 
 
 def enclosing(units: tuple[UnitSpec, ...]) -> dict[int, frozenset[int]]:
-    """unit -> the units of the modules around its own module. In forward they stay in use while it runs.
+    """unit -> the units of the modules around its own module, and others of its own module. In forward they stay in use
+    while it runs.
 
-    A module around another one has a unit of its own only if it was split and holds parameters directly.
+    A module around another one has units of its own only if it was split and holds parameters directly.
     """
-    by_module = {unit.module: unit.index for unit in units}
+    by_module: dict[str, list[int]] = {}
+    for unit in units:
+        by_module.setdefault(unit.module, []).append(unit.index)
     return {
-        unit.index: frozenset(by_module[name] for name in around_of(unit.module) if name in by_module) for unit in units
+        unit.index: frozenset(
+            other
+            for name in (unit.module, *around_of(unit.module))
+            for other in by_module.get(name, ())
+            if other != unit.index
+        )
+        for unit in units
     }
 
 
@@ -276,4 +309,4 @@ def _lay_out(index: int, module: ModuleSpec, params: list[ParamSpec]) -> UnitSpe
                 offset += align(max(param.numel, 1))  # so that each has a place, even if it is empty
         if wanted:
             trainable = offset
-    return UnitSpec(index, module.name, tuple(slots), offset, trainable, module.on_host)
+    return UnitSpec(index, module.name, tuple(slots), offset, trainable, module.on_host, params[0].dtype)

@@ -106,10 +106,12 @@ def describe(
     model: nn.Module,
     trained: Container[str] | None = None,
     weight: torch.dtype = torch.float32,
+    dtype_of: Callable[[torch.Tensor], torch.dtype] | None = None,
     stored_whole: Callable[[str, tuple[int, ...]], bool] | None = None,
 ) -> ModuleSpec:
     """Describe the model for the planner: every floating-point or quantized parameter once, under the first module that
-    reads it. A quantized parameter counts as many elements of the dtype `weight` as its bytes hold.
+    reads it. A quantized parameter counts as many elements of its dtype as its bytes hold. `dtype_of` returns the dtype
+    of a parameter's weight, by default `weight`.
 
     `trained` names the parameters with optimizer state, by default those that require a gradient. If tensor-parallel
     ranks divide a parameter, the result has this rank's part, or the whole parameter if `stored_whole` says so (see
@@ -120,7 +122,8 @@ def describe(
     def visit(module: nn.Module, name: str, read_above: bool = False) -> ModuleSpec:
         params, tied = [], []
         for full, param in () if read_above else params_read_in(module, name):
-            quantized = QuantizedForm.of(param, weight)
+            dtype = weight if dtype_of is None else dtype_of(param)
+            quantized = QuantizedForm.of(param, dtype)
             if quantized is None and not param.is_floating_point():
                 continue
             if first_names[id(param)] != full:
@@ -131,7 +134,8 @@ def describe(
             placed.add(full)
             has_state = param.requires_grad if trained is None else full in trained
             shape, shard = shard_of(full, param, stored_whole) if quantized is None else ((quantized.elements,), None)
-            params.append(ParamSpec(full, shape, has_state, parts.get(id(param)), shard))
+            other = None if dtype is weight else dtype
+            params.append(ParamSpec(full, shape, has_state, parts.get(id(param)), shard, other))
         visited.add(module)
         if isinstance(module, Tiled):
             for short, shape in module.shapes.items():
@@ -167,11 +171,17 @@ def describe(
 def live_units(
     model: nn.Module, specs: tuple[UnitSpec, ...], dtype: torch.dtype, device: torch.device
 ) -> list[LiveUnit]:
-    """Make a model's units, which hold the model's own parameters. Those that wait are built later."""
+    """Make a model's units, which hold the model's own parameters. Those that wait are built later. `dtype`: that of
+    most units."""
     params = dict(model.named_parameters(remove_duplicate=False))
     ram = torch.device("cpu")
     return [
-        LiveUnit(spec, [params[slot.param.name] for slot in spec.slots], dtype, ram if spec.on_host else device)
+        LiveUnit(
+            spec,
+            [params[slot.param.name] for slot in spec.slots],
+            spec.dtype or dtype,
+            ram if spec.on_host else device,
+        )
         for spec in specs
     ]
 

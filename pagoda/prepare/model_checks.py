@@ -1,10 +1,9 @@
 """Checks that `wrap` can train a model."""
 
-import re
 import warnings
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
 from operator import is_
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +13,11 @@ from torch.nn.parameter import is_lazy
 from pagoda.checkpoint.pretrained import listed
 from pagoda.checkpoint.state import is_paged
 from pagoda.checkpoint.waiting import WaitingTensor
+from pagoda.config.training import Precision
 from pagoda.errors import ConfigError, UsageError
 from pagoda.mesh.dtensors import as_dtensor
+from pagoda.models.build import kept_in_fp32
+from pagoda.optim.rule import PRECISIONS
 from pagoda.parameters.quantized import is_quantized
 from pagoda.parameters.unit import check_node_is_free
 
@@ -52,76 +54,79 @@ def check_model(model: object) -> None:
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
 
 
-def check_nodes_are_free(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+DtypeOf = Callable[[torch.Tensor], torch.dtype]
+"""The dtype in which a parameter computes, or for packed weights, that of the elements that hold their bytes."""
+
+
+def check_nodes_are_free(model: nn.Module, dtype_of: DtypeOf, device: torch.device) -> None:
     """Raises ConfigError if autograd's node of a parameter that will get another dtype or device is in use."""
     for name, param in model.named_parameters():
         is_made_anew = isinstance(param, WaitingTensor) or as_dtensor(param) is not None
-        if is_made_anew or param.dtype is not dtype or param.device.type != device.type:
+        if is_made_anew or param.dtype is not dtype_of(param) or param.device.type != device.type:
             check_node_is_free(param, name)
 
 
-def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Check that all weights have one dtype. Compute uses one dtype for all, so it would change a model that mixes
-    dtypes.
+def check_converted(model: nn.Module, dtype: torch.dtype) -> None:
+    """Warn of weights in another dtype than most, and of those that transformers would keep in fp32 wherever the model
+    comes from, because `precision` converts all of them to `dtype`. Quantized weights have a check of their own."""
+    names = _dtypes(model)
+    if len(names) > 1:
+        warnings.warn(
+            f"The model has {_examples(names)}. wrap converts all of them to {dtype}, because precision is given. "
+            "Without precision, each parameter keeps its dtype.",
+            stacklevel=3,
+        )
+    elif kept := [name for name in kept_in_fp32(model, dtype) if name in dict(model.named_parameters())]:
+        warnings.warn(
+            f"transformers keeps {listed(kept)} in fp32 in a model of this class, but wrap computes with all "
+            f"weights in {dtype}, which precision sets. Use precision='fp32' if results get worse.",
+            stacklevel=3,
+        )
 
-    Quantized weights have a check of their own. Adapters in fp32 over frozen 16-bit weights are an exception, because
-    trained parameters have an fp32 master anyway: that everything computes in `dtype` is then only a warning. Any other
-    mixture raises ConfigError. If all have one dtype, a warning names those that transformers would keep in fp32,
-    wherever the model comes from.
+
+def own_precision(model: nn.Module) -> Precision:
+    """The precision of a model's floating-point parameters. If it mixes dtypes, that of most elements in 16 bits.
+
+    Raises ConfigError for a dtype in which Pagoda does not compute.
     """
-    names: dict[tuple[bool, torch.dtype], str] = {}
+    names = _dtypes(model)
+    if unknown := {of: name for of, name in names.items() if of not in PRECISIONS}:
+        raise ConfigError(
+            f"The model has {_examples(unknown)}, in which Pagoda does not compute: give wrap(precision=...), which "
+            "converts every parameter, or convert the model first, for example with model.float()."
+        )
+    counts: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        counts[param.dtype] += param.numel()
+    most = sorted(counts.keys() & PRECISIONS.keys(), key=lambda of: (of.itemsize, -counts[of]))
+    return PRECISIONS[most[0]] if most else "bf16"
+
+
+def _dtypes(model: nn.Module) -> dict[torch.dtype, str]:
+    """The dtypes of floating-point parameters, without quantized ones, each with the name of the first one.
+
+    Raises ConfigError for weights that are stored in 8 bits.
+    """
+    names: dict[torch.dtype, str] = {}
     for name, param in model.named_parameters():
         if param.is_floating_point() and not is_quantized(param):
-            names.setdefault((param.requires_grad, param.dtype), name)
-    dtypes = {of for _, of in names}
-    if len(dtypes) <= 1:
-        if kept := _kept_in_fp32(model, dtype):
-            warnings.warn(
-                f"transformers keeps {listed(kept)} in fp32 in a model of this class, but wrap computes with all "
-                f"weights in {dtype}, which precision sets. Use precision='fp32' if results get worse.",
-                stacklevel=3,
-            )
-        return
-    examples = " and ".join(f"{name!r} in {of}" for (_, of), name in names.items())
-    if any(of.itemsize == 1 for of in dtypes):
+            names.setdefault(param.dtype, name)
+    if any(of.itemsize == 1 for of in names):
         raise ConfigError(
-            f"The model has {examples}. Layers that store plain weights in 8 bits, as diffusers' "
+            f"The model has {_examples(names)}. Layers that store plain weights in 8 bits, as diffusers' "
             "enable_layerwise_casting does, cast them in place, which is impossible in pages. Leave that out and "
             "quantize the frozen layers with torchao, which takes as many bytes: quantize_(model, "
             "Float8WeightOnlyConfig())."
         )
-    if {of for trained, of in names if trained} == {torch.float32} and len(names) == 2:
-        warnings.warn(
-            f"The model has {examples}. wrap computes with all of them in {dtype}, which precision sets. Trained "
-            "parameters keep a master in fp32.",
-            stacklevel=3,
-        )
-        return
-    raise ConfigError(
-        f"The model mixes dtypes: it has {examples}. wrap computes with all weights in {dtype}, which precision sets, "
-        "but a part in another dtype may need that dtype. To accept this, first give all parameters one dtype with "
-        "model.float(). This loses nothing, because trained parameters have an fp32 master."
-    )
+    return names
 
 
-def _kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Names of the parameters that `from_pretrained(dtype=dtype)` leaves in fp32."""
-    found: list[str] = []
-    roots: list[str] = []
-    for prefix, module in model.named_modules():
-        plan: Any = getattr(module, "_get_dtype_plan", None)
-        if plan is None or any(prefix.startswith(root) for root in roots):  # an outer model's plan has the inner ones
-            continue
-        roots.append(f"{prefix}." if prefix else "")
-        if patterns := [pattern.replace("*", ".*") for pattern in plan(dtype)]:
-            kept = re.compile("|".join(patterns))
-            found += [roots[-1] + name for name, _ in module.named_parameters() if kept.search(name)]
-    return found
+def _examples(names: Mapping[torch.dtype, str]) -> str:
+    return " and ".join(f"{name!r} in {of}" for of, name in names.items())
 
 
-def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str]) -> None:
-    """Raises ConfigError for a quantized parameter that cannot be in pages, or cannot compute with weights of
-    `dtype`."""
+def check_quantized(model: nn.Module, dtype_of: DtypeOf, trained: Container[str]) -> None:
+    """Raises ConfigError for a quantized parameter that cannot be in pages, or cannot compute in its dtype."""
     for name, param in model.named_parameters():
         if not is_quantized(param):
             continue
@@ -134,7 +139,7 @@ def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str
                 f"{name!r} is in a Linear8bitLt of bitsandbytes, which holds its weights a second time, in its "
                 "`state`. Use Linear4bit of bitsandbytes, or torchao's quantize_(model, Int8WeightOnlyConfig())."
             )
-        if param.is_floating_point() and param.dtype is not dtype:
+        if param.is_floating_point() and param.dtype is not (dtype := dtype_of(param)):
             raise ConfigError(
                 f"{name!r} is a {type(param).__name__} that computes in {param.dtype}, but all other weights compute "
                 f"in {dtype}: set precision to that of {name!r}, or quantize a model that you have cast to {dtype}."
@@ -202,8 +207,8 @@ def check_step(stepped: list[nn.Parameter]) -> None:
         )
 
 
-def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
+def check_batch_norms(model: nn.Module, dtype_of: DtypeOf) -> None:
+    """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights in its dtype.
 
     `model.bfloat16()` would also cast the running statistics. These would stop changing once an update is smaller than
     the rounding: with momentum 0.01, far from the correct values. So they keep their dtype, as all buffers do.
@@ -211,6 +216,7 @@ def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or module.weight is None or module.running_mean is None:
             continue
+        dtype = dtype_of(module.weight)
         if module.running_mean.dtype is torch.float32 and dtype is not torch.float32:
             raise ConfigError(
                 f"{name!r} is a {type(module).__name__} with running statistics in fp32, which torch's CPU kernels do "

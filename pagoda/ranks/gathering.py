@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -50,13 +51,10 @@ class Gathering:
     """RAM through which a slice on SSD is sent: each message is sent before the next is read."""
 
     def __post_init__(self) -> None:
-        collectives, store = self._collectives, self._store
+        collectives = self._collectives
         self._reading = threading.Lock()
         """Held while the window is in use."""
         self._shards = collectives.shards
-        self._dtype = store.dtype(WEIGHT)
-        self._most = MESSAGE_BYTES // self._dtype.itemsize
-        """Elements of a message."""
         collectives.take_part |= {CollectiveKind.GATHER: self._give, CollectiveKind.SHARE: self._share_unasked}
         shards_weights = collectives.mesh.ranks.shards_weights
         self._service = Service(collectives.transport, self._answer) if shards_weights else None
@@ -93,7 +91,7 @@ class Gathering:
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         # Under backward, ranks may update others.
         alike = not self._store.plan.options.update_during_backward
-        kind, nbytes = CollectiveKind.SHARE, unit.spec.trainable_numel * self._dtype.itemsize
+        kind, nbytes = CollectiveKind.SHARE, unit.spec.trainable_numel * self._dtype(unit).itemsize
         return self._collectives.submit(kind, unit, lambda _: self._share(unit, extent), (updated,), nbytes, alike)
 
     def close(self) -> None:
@@ -113,8 +111,8 @@ class Gathering:
         assert self._landing is not None
         assert version is not None
         page = self._store.plan.page_bytes
-        pages = math.ceil(unit.spec.numel * self._dtype.itemsize / page)
-        whole = self._landing[: pages * page].view(self._dtype)  # as long as a lease
+        pages = pages_for(self._store.plan.layout.weight_bytes(unit.spec), page)
+        whole = self._landing[: pages * page].view(self._dtype(unit))  # as long as a lease
         if self._collectives.order.failed:
             whole.fill_(math.nan)
         else:
@@ -131,14 +129,14 @@ class Gathering:
             return
         assert self._shared is not None, "a plan with weights on SSD has room to share them"
         if order.failed:  # the others wait for this rank, whatever it has
-            self._share_into(unit, self._shared.weights)
+            self._share_into(unit, self._shared.weights(unit))
             return
         try:
             self._shared.read_own(unit, extent)
         except BaseException:
             order.fail(Call(CollectiveKind.SHARE, unit.index), None, alike=True)
             raise
-        self._share_into(unit, self._shared.weights)
+        self._share_into(unit, self._shared.weights(unit))
         self._shared.write_others(unit, extent)
 
     def _share_into(self, unit: LiveUnit, weights: torch.Tensor) -> None:
@@ -165,8 +163,8 @@ class Gathering:
         targets = []
         for rank in self._shards.sharers(unit.spec):
             if rank != self._shards.rank:
-                spans = self._shards.spans(unit.spec, WEIGHT, rank)
-                targets.append((rank, [m for span in spans for m in whole[span.start : span.stop].split(self._most)]))  # type: ignore[no-untyped-call]
+                parts = (whole[span.start : span.stop] for span in self._shards.spans(unit.spec, WEIGHT, rank))
+                targets.append((rank, [*chain.from_iterable(part.split(self._most(unit)) for part in parts)]))  # type: ignore[no-untyped-call]
         self._service.ask(unit.index, version, targets)
         if whole.is_cuda:
             torch.cuda.current_stream(whole.device).synchronize()
@@ -197,15 +195,22 @@ class Gathering:
         front = self._store.front_extent(unit.index)
         home = self._store.tensor(unit.index, front)
         for span in self._shards.spans(unit.spec, WEIGHT):
-            for start in range(0, len(span), self._most):
-                count, at = min(self._most, len(span) - start), span.at + start
+            for start in range(0, len(span), self._most(unit)):
+                count, at = min(self._most(unit), len(span) - start), span.at + start
                 if home is not None:
                     yield span.start + start, home[at : at + count]
                     continue
                 assert self._window is not None, "a plan with weights on SSD has room to serve them"
                 with self._reading:
                     data = self._store.read_into(self._window, unit.index, front, at, count)
-                    yield span.start + start, torch.frombuffer(data, dtype=self._dtype)
+                    yield span.start + start, torch.frombuffer(data, dtype=self._dtype(unit))
+
+    def _dtype(self, unit: LiveUnit) -> torch.dtype:
+        return self._store.dtype(unit.index, WEIGHT)
+
+    def _most(self, unit: LiveUnit) -> int:
+        """Elements of a message."""
+        return MESSAGE_BYTES // self._dtype(unit).itemsize
 
     def _await_version(self, unit: LiveUnit, version: int, hopeless: Callable[[], bool]) -> None:
         """Wait until compute has asked for an update that another rank has asked for already."""
@@ -243,29 +248,29 @@ class SharedWeights:
         self._store = store
         self._lanes = lanes
         self._page = store.plan.page_bytes
-        self._itemsize = store.dtype(WEIGHT).itemsize
         self._room = store.host.take(store.plan.placement.pages(HOST, SERVING))
-        self.weights = self._room.tensor(store.dtype(WEIGHT))
+
+    def weights(self, unit: LiveUnit) -> torch.Tensor:
         """A unit's weights from its first element; undefined between two units."""
+        return self._room.tensor(self._store.dtype(unit.index, WEIGHT))
 
     def read_own(self, unit: LiveUnit, extent: str) -> None:
         """Read this rank's updated slice of a unit. The other slices are still to come."""
         self._room.poison()
         own, pages = self._store.shards.updated(unit.spec), self._pages(unit)
+        itemsize = self._store.dtype(unit.index, WEIGHT).itemsize
         reads = []
         if len(own):
-            reads.append(
-                range(own.start * self._itemsize // self._page, pages_for(own.stop * self._itemsize, self._page))
-            )
+            reads.append(range(own.start * itemsize // self._page, pages_for(own.stop * itemsize, self._page)))
         if unit.spec.trainable_numel < unit.spec.numel and pages and not any(pages - 1 in each for each in reads):
             reads.append(range(pages - 1, pages))  # it may also have frozen weights, which others do not send
         self._move("ssd_read", unit, extent, reads)
 
     def write_others(self, unit: LiveUnit, extent: str) -> None:
         """Write the pages that hold parts of the other ranks' slices."""
-        own = self._store.shards.updated(unit.spec)
-        begin = pages_for(own.start * self._itemsize, self._page)
-        end = max(begin, own.stop * self._itemsize // self._page)
+        own, itemsize = self._store.shards.updated(unit.spec), self._store.dtype(unit.index, WEIGHT).itemsize
+        begin = pages_for(own.start * itemsize, self._page)
+        end = max(begin, own.stop * itemsize // self._page)
         self._move("ssd_write", unit, extent, [range(begin), range(end, self._pages(unit))])
 
     def _pages(self, unit: LiveUnit) -> int:

@@ -33,8 +33,8 @@ class Buffers:
     """Memory in which gradients are summed, in the tier where compute leaves them. Its size does not depend on the
     number of ranks."""
 
-    dtype: torch.dtype
-    """The dtype of gradients."""
+    dtypes: Mapping[int, torch.dtype]
+    """Unit -> the dtype of its gradient."""
     header_bytes: int
     fills: tuple[torch.Tensor, torch.Tensor]
     """Two uint8 buffers, each for the whole gradient of the largest unit. Backward fills one while the other is
@@ -46,14 +46,14 @@ class Buffers:
     more row for each holds the replicas' sums."""
 
     @classmethod
-    def open(cls, tier: Region, layout: Layout, dtype: torch.dtype) -> "Buffers":
-        """Take the planned buffers for gradients of `dtype` from the tier where compute leaves gradients."""
+    def open(cls, tier: Region, layout: Layout, dtypes: Mapping[int, torch.dtype]) -> "Buffers":
+        """Take the planned buffers for gradients of `dtypes` from the tier where compute leaves gradients."""
         planned, page = reduce_buffers(layout), layout.page_bytes
         sizes = (planned.whole_pages, planned.whole_pages, planned.landing_pages)
         first, second, landing = (tier.take(pages).tensor(torch.uint8, pages * page) for pages in sizes)
         rest, shape = tier.take(planned.pages - sum(sizes)), (planned.rows, planned.piece)
         sums = rest.tensor(torch.float32, planned.rows * planned.piece).view(shape)
-        return cls(dtype, planned.header_bytes, (first, second), landing, sums)
+        return cls(dtypes, planned.header_bytes, (first, second), landing, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Reduction:
         known = self._laid_out.get(spec.index)
         if known is not None:
             return known
-        slices, itemsize = self._shards.trained_slices(spec), self._buffers.dtype.itemsize
+        slices, itemsize = self._shards.trained_slices(spec), self._buffers.dtypes[spec.index].itemsize
         header, places, at = self._buffers.header_bytes, len(slices), 0
         room = (self._buffers.landing.numel() // places - header) // itemsize // ALIGN_ELEMENTS * ALIGN_ELEMENTS
         padded = 0 if self._shards.slices.differ else slice_elements(spec.trainable_numel, places)
@@ -155,7 +155,7 @@ class Reduction:
         return arriving
 
     def _means(self, spec: UnitSpec, given: torch.Tensor, by_place: Flags, everyone: Flags) -> Iterator[Mean]:
-        group, dtype, landing = self._group(spec), self._buffers.dtype, self._buffers.landing
+        group, dtype, landing = self._group(spec), self._buffers.dtypes[spec.index], self._buffers.landing
         for number, each in enumerate(self.all_to_alls(spec)):
             if number > 0:
                 self._exchange(spec, each, given)

@@ -74,7 +74,8 @@ class RankGroup:
         store = self._store
         if not reduce_buffers(store.plan.layout).pages:
             return None
-        return Buffers.open(store.device or store.host, store.plan.layout, self._gradients.arriving)
+        dtypes = {unit.index: self._gradients.arriving(unit) for unit in self._units}
+        return Buffers.open(store.device or store.host, store.plan.layout, dtypes)
 
     def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
         """A part's counterpart of `mine`, which is a tensor of this rank's part of the experts. The first rank of the

@@ -84,7 +84,6 @@ class Reducer:
         self._early = self._driver.scheduler.plan.during_backward
         """Whether units are updated during backward."""
         self._tensor_parallel = ranks.tensor_parallel > 1
-        self._dtype = self._buffers.dtype
         self.use(self._buffers)
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
@@ -107,7 +106,7 @@ class Reducer:
             filling.dropped.add(slot)
         self._gradients.count(gradient, slot, accumulate)
         filling.arrived.add(slot)
-        grad = grad.to(self._dtype).contiguous().view(-1)
+        grad = grad.to(self._dtype(unit)).contiguous().view(-1)
         copies = [(into, grad[first : first + into.numel()]) for first, into in filling.of_slot(slot)]
         if grad.is_cuda:
             for into, values in copies:
@@ -140,7 +139,7 @@ class Reducer:
                 raise
 
         announced = Handle(COLLECTIVE)
-        nbytes = unit.spec.trainable_numel * self._dtype.itemsize
+        nbytes = unit.spec.trainable_numel * self._dtype(unit).itemsize
         handle = self._collectives.submit(CollectiveKind.REDUCE, unit, work, (*filling.copies, announced), nbytes)
         gradient.pending.append(handle)
         self._uses[self._next ^ 1] = handle
@@ -173,11 +172,14 @@ class Reducer:
             self._gradients.meter.wait_for(use)
         buffer = self._fills[self._next]
         self._next ^= 1
-        parts = []
+        parts, dtype = [], self._dtype(unit)
         for each in self._reduction.all_to_alls(unit.spec):
             messages = each.messages(buffer)
-            parts += [(span, each.values(place, messages, self._dtype)) for place, span in enumerate(each.spans)]
+            parts += [(span, each.values(place, messages, dtype)) for place, span in enumerate(each.spans)]
         return _Filling(gradient, buffer, parts)
+
+    def _dtype(self, unit: LiveUnit) -> torch.dtype:
+        return self._buffers.dtypes[unit.index]
 
     def _take_part(self, unit: LiveUnit, version: int | None) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""

@@ -108,7 +108,7 @@ def in_common(plan: Plan) -> dict[str, object]:
         "experts": sorted(layout.expert_units),
         "page_bytes": layout.page_bytes,
         "states": [(state.name, str(state.dtype), state.per) for state in layout.states],
-        "gradient": str(layout.gradient_dtype),
+        "gradient": str(layout.gradient),
         "ranks": layout.ranks,
         "trace": [(access.unit, access.phase.name) for access in trace.accesses],
     }

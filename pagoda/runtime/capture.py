@@ -89,7 +89,7 @@ class Capture:
             return
         store = self._store
         for state, window in self._windows(unit, kept).items():
-            store.copy_out(unit, state, 0, len(window) // store.dtype(state).itemsize, window)
+            store.copy_out(unit, state, 0, len(window) // store.dtype(unit, state).itemsize, window)
 
     def read(self, unit: int, kept: PageRun | None) -> Handle:
         """Let writers take a unit's pieces, from its home or from the reserve. The handle ends with the last piece or
@@ -179,7 +179,7 @@ class Capture:
         return windows
 
     def _bytes(self, reading: _Reading, piece: CapturedPiece, landing: Region | None) -> memoryview:
-        store, size = self._store, self._store.dtype(piece.state).itemsize
+        store, size = self._store, self._store.dtype(piece.unit, piece.state).itemsize
         if reading.kept is not None:
             window = self._windows(piece.unit, reading.kept)[piece.state]
             return window[piece.at * size : (piece.at + piece.count) * size]

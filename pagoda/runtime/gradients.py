@@ -159,9 +159,6 @@ class GradientBuffers:
 
     def __post_init__(self) -> None:
         store = self._store
-        self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
-        """The dtype of a gradient on its way to its extent."""
-        self._kernels = gradient_kernels(store.dtype(GRAD), self.arriving)
         adds = store.plan.placement.pages(HOST, BOUNCE) > 0
         self._adders = Lane("add", update_threads(torch.get_num_threads())) if adds else None
         """Adds gradients from a separate device."""
@@ -179,9 +176,14 @@ class GradientBuffers:
         self._staging = store.host.take(plan.placement.pages(HOST, STAGING))
         pages, (buffers, self._bounced) = plan.placement.pages(HOST, BOUNCE), plan.layout.bounce
         landings = [store.host.take(pages // buffers) for _ in range(buffers if pages else 0)]
-        self._bounce = Ring(landing.tensor(self.arriving, self._bounced) for landing in landings)
-        """Buffers of shape [`_bounced`], in which gradients from a separate device land before they are added."""
+        self._bounce = Ring(landings)
+        """Room for `_bounced` elements each, in which gradients from a separate device land before they are added."""
         self._most_in_flight = plan.gradients_in_flight_bytes
+
+    def arriving(self, unit: LiveUnit) -> torch.dtype:
+        """The dtype of a unit's gradient on its way to its extent."""
+        store = self._store
+        return arriving_dtype(store.dtype(unit.index, GRAD), store.dtype(unit.index, WEIGHT))
 
     # --- of this step ---
 
@@ -225,7 +227,7 @@ class GradientBuffers:
         """Take a parameter's gradient, to be stored in its buffer or added to it."""
         gradient = self.open(unit)
         self.count(gradient, slot, accumulate)
-        grad = grad.to(self.arriving).contiguous().view(-1)
+        grad = grad.to(self.arriving(unit)).contiguous().view(-1)
         self._device.computing()
         gradient.made.append(_Made(slot, grad, self._device.fence(), accumulate))
         return gradient
@@ -332,7 +334,9 @@ class GradientBuffers:
             gradient.place = lambda: home
             return
         elements = self._store.plan.layout.elements(gradient.unit.spec, GRAD)
-        gradient.place = partial(self._staging.part(operation.run).tensor, self._store.dtype(GRAD), elements)
+        gradient.place = partial(
+            self._staging.part(operation.run).tensor, self._store.dtype(gradient.unit.index, GRAD), elements
+        )
 
     def _submit(self, gradient: UnitGradient, made: list[_Made]) -> Handle:
         unit = gradient.unit
@@ -357,7 +361,8 @@ class GradientBuffers:
 
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
         """Store or add a flat gradient of shape [n]. The sum of squares is that of the result. Runs on the d2h lane."""
-        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
+        kernels = gradient_kernels(into.dtype, grad.dtype)
+        kernel = kernels.add_gradient if accumulate else kernels.store_gradient
         in_ram = unit.spec.on_host
         lives_there = self._store.lives_on_device(unit.index, GRAD)
         if accumulate and lives_there:
@@ -378,8 +383,8 @@ class GradientBuffers:
 
         def take(at: int) -> None:
             piece = grad[at : at + self._bounced]
-            with self._bounce.one() as buffer:
-                landing = buffer[: piece.numel()]
+            with self._bounce.one() as room:
+                landing = room.tensor(piece.dtype, piece.numel())
                 self._device.copy_out(landing, piece, issued).synchronize()
                 sums.extend(taken(kernel, into[at:], landing))
 

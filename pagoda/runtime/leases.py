@@ -127,7 +127,7 @@ class Fetcher:
     def fetch(self, operation: Operation, unit: LiveUnit, after: Sequence[Handle]) -> Handle:
         """Start a FETCH once `after` have ended."""
         run = operation.about.run
-        dtype, page = self._store.dtype(WEIGHT), self._region.page_bytes
+        dtype, page = self._store.dtype(unit.index, WEIGHT), self._region.page_bytes
         whole_pages = pages_for(unit.spec.numel * dtype.itemsize, page) * page
         self._filling = [(taken, handle) for taken, handle in self._filling if not handle.done]
         earlier = tuple(h for taken, h in self._filling if taken.start < run.stop and run.start < taken.stop)
@@ -215,7 +215,7 @@ class Fetcher:
 
     def _slices(self, unit: LiveUnit, whole: torch.Tensor) -> list[_Part]:
         """This rank's slice of a unit's weights, at its place in the whole."""
-        itemsize = self._store.dtype(WEIGHT).itemsize
+        itemsize = self._store.dtype(unit.index, WEIGHT).itemsize
         return [
             _Part(whole[span.start * itemsize : span.stop * itemsize], span.at * itemsize)
             for span in self._store.shards.spans(unit.spec, WEIGHT)

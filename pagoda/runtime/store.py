@@ -19,6 +19,7 @@ from pagoda.memory.ram import free_ram
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.mesh.shards import Shards
+from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, back
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
@@ -30,8 +31,6 @@ from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.lanes import SSD_THREADS
 from pagoda.runtime.ring import Ring
 from pagoda.schedule.scheduler import Scheduler
-
-LOW = "weight_low"
 
 
 class _Move(NamedTuple):
@@ -136,9 +135,12 @@ class Store:
         if self.ssd is not None:
             self.ssd.rearrange(*_pages_on_ssd(self.plan), kept)
 
-    def dtype(self, state: str) -> torch.dtype:
-        """Dtype of a state."""
-        return self.plan.layout.dtype(state)
+    def dtype(self, unit: int, state: str) -> torch.dtype:
+        """Dtype of a state of a unit."""
+        return self.plan.layout.dtype(self.plan.units[unit], state)
+
+    def _states_of(self, unit: int) -> tuple[StateSpec, ...]:
+        return self.plan.layout.states_of(self.plan.units[unit])
 
     def left_on_drives(self) -> dict[Path, int | None]:
         """Bytes of each directory's limit that page files leave, or None for no limit."""
@@ -178,7 +180,7 @@ class Store:
 
     def extents(self, unit: int, number: int) -> dict[str, str]:
         """State -> name of an extent of it."""
-        return {state.name: self.extent(unit, state.name, number) for state in self.plan.layout.states}
+        return {state.name: self.extent(unit, state.name, number) for state in self._states_of(unit)}
 
     def newest_extents(self, unit: int) -> dict[str, str]:
         """State -> name of the extent with its newest values."""
@@ -198,7 +200,7 @@ class Store:
             return
         spec = self.plan.units[unit]
         updated = len(self.shards.updated(spec))
-        for state in self.plan.layout.states:
+        for state in self._states_of(unit):
             if self.extent(unit, state.name, 1) == state.name:
                 continue
             tensor = self._tensors[unit, self.extent(unit, state.name, number)]
@@ -230,7 +232,7 @@ class Store:
         extent = self.newest_extent(unit, state)
         if not self.shards.is_sliced(spec, state):
             return self._read(unit, extent, start, count)
-        out = torch.empty(count, dtype=self.dtype(state))
+        out = torch.empty(count, dtype=self.dtype(unit, state))
         for held in self._held(spec, state, start, start + count):
             out[held.start - start : held.stop - start] = self._read(unit, extent, held.at, len(held))
         assert self.assemble is not None
@@ -242,9 +244,9 @@ class Store:
         home = self.tensor(unit, state)
         if home is not None:
             return home[start : start + count].to("cpu", copy=True)
-        out = torch.empty(count, dtype=self.dtype(state))
+        out = torch.empty(count, dtype=self.dtype(unit, state))
         with self._ring.one() as slot:
-            for part, offset, window, elements in self._windows(slot, state, start, count):
+            for part, offset, window, elements in self._windows(slot, out.dtype, start, count):
                 self.load(unit, state, offset, window)
                 out[part] = elements
         return out
@@ -254,7 +256,7 @@ class Store:
 
         Updates of other elements may be in flight.
         """
-        itemsize = self.dtype(state).itemsize
+        itemsize = self.dtype(unit, state).itemsize
         first, end = start * itemsize, (start + count) * itemsize
         page = self.plan.page_bytes
         offset = first // page * page
@@ -294,7 +296,7 @@ class Store:
             return
         frozen = state in (WEIGHT, WEIGHT_BACK) and start >= self.plan.layout.trained_elements(self.plan.units[unit])
         with self._writing, self._ring.one() as slot:
-            for part, offset, window, elements in self._windows(slot, state, start, values.numel()):
+            for part, offset, window, elements in self._windows(slot, self.dtype(unit, state), start, values.numel()):
                 if frozen or elements.nbytes != window.nbytes:
                     is_whole = self._load_around(unit, state, offset, window)
                     if frozen and is_whole and torch.equal(*(t.view(torch.uint8) for t in (elements, values[part]))):
@@ -315,20 +317,20 @@ class Store:
     def _open_unit(self, unit: UnitSpec) -> None:
         """Take the pages of a unit's extents."""
         layout, placement = self.plan.layout, self.plan.placement
-        states = [state.name for state in layout.states]
+        states = [state.name for state in layout.states_of(unit)]
         for state in (*states, *(() if self.plan.options.max_staleness is None else (WEIGHT_BACK,)), GRAD):
-            pages = layout.pages(unit, state)
+            pages, dtype = layout.pages(unit, state), layout.dtype(unit, state)
             home = placement.home(unit.index, state)
             if pages and home == SSD and state in placement.lines[SSD]:
                 before = next(reversed(self._runs.values()), PageRun(0, 0))
                 self._runs[unit.index, state] = PageRun(before.stop, pages)
             elif pages and home == HOST and state in placement.lines[HOST]:
-                self._tensors[unit.index, state] = self.host.take(pages).tensor(self.dtype(state))
+                self._tensors[unit.index, state] = self.host.take(pages).tensor(dtype)
                 if unit.index in placement.speculated and state != GRAD:
-                    self._tensors[unit.index, back(state)] = self.host.take(pages).tensor(self.dtype(state))
+                    self._tensors[unit.index, back(state)] = self.host.take(pages).tensor(dtype)
             elif pages and home == DEVICE:
                 assert self.device is not None
-                self._tensors[unit.index, state] = self.device.take(pages).tensor(self.dtype(state))
+                self._tensors[unit.index, state] = self.device.take(pages).tensor(dtype)
 
     def _gradient_extents(self, unit: UnitSpec) -> list[torch.Tensor]:
         home = self._tensors.get((unit.index, GRAD))
@@ -437,12 +439,12 @@ class Store:
             self.ssd.close()
 
     def _windows(
-        self, slot: Region, state: str, start: int, count: int
+        self, slot: Region, dtype: torch.dtype, start: int, count: int
     ) -> Iterator[tuple[slice, int, memoryview, torch.Tensor]]:
         """Cut elements [start, start + count) of an extent on SSD into parts. Each part has its slice of the elements,
         its byte offset in the extent, the whole pages to move, and the elements in them. The pages are those of a slot
         of the ring."""
-        dtype, page, end = self.dtype(state), self.plan.page_bytes, start + count
+        page, end = self.plan.page_bytes, start + count
         first = start
         while first < end:
             offset = first * dtype.itemsize // page * page

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagoda.config.training import Precision
 from pagoda.memory.arena import copy_bytes
 from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.flat import join, split
 from pagoda.optim.kernels import UpdateKernel as HostKernel, update_kernel
-from pagoda.optim.rule import ElementwiseRule, Rule, StateSpec, TensorRule
+from pagoda.optim.rule import DTYPES, LOW, PRECISIONS, ElementwiseRule, Rule, StateSpec, TensorRule
 from pagoda.plan.blocks import StreamPlan, stream_plan
 from pagoda.plan.device_updates import DEVICE_SLOTS, WORK, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
@@ -21,7 +20,7 @@ from pagoda.runtime.device import PAST, Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
-from pagoda.runtime.store import LOW, Store
+from pagoda.runtime.store import Store
 from pagoda.runtime.updates import BlockUpdate, StatePart, Tensors, Updater, UpdateStream
 
 
@@ -30,9 +29,14 @@ class HostUpdater(Updater):
     one extent to the other."""
 
     def __init__(
-        self, store: Store, lanes: dict[str, Lane], plan: StreamPlan, kernels: tuple[HostKernel, HostKernel] | None
+        self,
+        store: Store,
+        lanes: dict[str, Lane],
+        plan: StreamPlan,
+        kernels: Mapping[torch.dtype, tuple[HostKernel, HostKernel]] | None,
     ) -> None:
-        """`kernels` of the element-wise rule: in place, and from old states to new ones elsewhere."""
+        """`kernels` of the element-wise rule, by the dtype of weights: in place, and from old states to new ones
+        elsewhere."""
         super().__init__(store, lanes, plan)
         self._kernels = kernels
         self._work = None if store.work is None else store.work.tensor(torch.float32)
@@ -49,13 +53,16 @@ class HostUpdater(Updater):
             old = self._copy_unchanged(block, self._tensors(block, extents.read), new) if moves else new
             self._apply_all(block, lambda record: record.buffer[at : at + count], old, new, self._work)
 
-        states_bytes = sum(len(part.elements) * store.dtype(name).itemsize for name, part in block.parts.items())
-        touched = 2 * states_bytes + count * store.dtype(GRAD).itemsize
+        states_bytes = sum(
+            len(part.elements) * store.dtype(unit.index, name).itemsize for name, part in block.parts.items()
+        )
+        touched = 2 * states_bytes + count * store.dtype(unit.index, GRAD).itemsize
         return self._lanes["update"].submit(compute, (), touched, f"update {unit.spec.name}")
 
     def _copy_unchanged(self, block: BlockUpdate, old: Tensors, new: Tensors) -> Tensors:
         """Copy from `old` to `new` what no kernel writes there. Returns the states that the update reads."""
-        moved = [s for s in self._states if s.name in new and old[s.name].data_ptr() != new[s.name].data_ptr()]
+        states = [state for state in self._states_of(block) if state.name in new]
+        moved = [state for state in states if old[state.name].data_ptr() != new[state.name].data_ptr()]
         if self._kernels is None:  # the rule updates in place
             for state in moved:
                 copy_bytes(new[state.name], old[state.name])
@@ -81,11 +88,12 @@ class HostUpdater(Updater):
     ) -> None:
         first = piece.start - self._store.shards.updated(block.update.unit.spec).start - block.start
         read, write = (
-            [states[state.name].data_ptr() + state.nbytes(first) for state in self._states] for states in (old, new)
+            [states[state.name].data_ptr() + state.nbytes(first) for state in self._states_of(block)]
+            for states in (old, new)
         )
         at = gradient.data_ptr() + first * gradient.element_size()
         assert self._kernels is not None
-        in_place, elsewhere = self._kernels
+        in_place, elsewhere = self._kernels[new[WEIGHT].dtype]
         if read == write:
             in_place(*write, at, piece.stop - piece.start, *piece.arguments)
         else:
@@ -93,13 +101,17 @@ class HostUpdater(Updater):
 
 
 class DeviceSlot(NamedTuple):
-    """Room on the device for a block of every state and its gradient."""
+    """Room on the device for a block of every state and its gradient, each in uint8."""
 
     states: Mapping[str, torch.Tensor]
-    """Flat, by name, in the order of the StateSpecs."""
+    """By name, in the order of the StateSpecs."""
     gradient: torch.Tensor
     work: torch.Tensor | None
     """For fp32 copies, if the rule computes on them."""
+
+    def state(self, like: torch.Tensor, name: str) -> torch.Tensor:
+        """Room for a part of a state."""
+        return self.states[name].view(like.dtype)[: len(like)]
 
 
 class DeviceUpdater(Updater):
@@ -118,12 +130,12 @@ class DeviceUpdater(Updater):
         store: Store,
         lanes: dict[str, Lane],
         plan: StreamPlan,
-        kernel: UpdateKernel | None,
+        kernels: Mapping[torch.dtype, UpdateKernel] | None,
         device: Device,
     ) -> None:
-        """`kernel`: of the element-wise rule."""
+        """`kernels` of the element-wise rule, by the dtype of weights."""
         super().__init__(store, lanes, plan)
-        self._kernel = kernel
+        self._kernels = kernels
         self._device = device
         self._slots = self._open_slots()
 
@@ -136,11 +148,11 @@ class DeviceUpdater(Updater):
         for _ in range(self._plan.places[1]):
             pages = tier.take(slot_pages(layout))
             states = {
-                state.name: pages.tensor(state.dtype, elements, at[state.name])
+                state.name: pages.tensor(torch.uint8, elements * layout.widest(state.name), at[state.name])
                 for state in layout.states
                 if (elements := layout.most_in_block(state))
             }
-            gradient = pages.tensor(layout.gradient_dtype, layout.block_elements, at[GRAD])
+            gradient = pages.tensor(torch.uint8, layout.block_elements * layout.widest(GRAD), at[GRAD])
             work = layout.work_elements
             slots.append(DeviceSlot(states, gradient, pages.tensor(torch.float32, work, at[WORK]) if work else None))
         return slots
@@ -153,20 +165,21 @@ class DeviceUpdater(Updater):
         moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
         brings = not self._store.lives_on_device(unit.index, GRAD)
         at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
-        gradients = count * self._store.dtype(GRAD).itemsize * len(block.pieces)
+        gradients = count * self._store.dtype(unit.index, GRAD).itemsize * len(block.pieces)
         there = None if block.place is None else self._slots[block.place]
 
         def gradient_of(record: UnitGradient) -> torch.Tensor:
             gradient = record.buffer[at : at + count]
             if there is not None and brings:
-                device.copy(there.gradient[:count], gradient)
-                gradient = there.gradient[:count]
+                landing = there.gradient.view(gradient.dtype)[:count]
+                device.copy(landing, gradient)
+                gradient = landing
             return gradient
 
         def work() -> None:
             states = dict(new)
             if there is not None:
-                states |= {name: there.states[name][: len(new[name])] for name in moving}
+                states |= {name: there.state(new[name], name) for name in moving}
             for name in moved:
                 if name in new and name not in moving:
                     device.copy(new[name], old[name])
@@ -197,9 +210,9 @@ class DeviceUpdater(Updater):
     ) -> None:
         first = piece.start - self._store.shards.updated(block.update.unit.spec).start - block.start
         size = piece.stop - piece.start
-        parts = [new[s.name][s.elements(first) :][: s.elements(size)] for s in self._states]
-        assert self._kernel is not None
-        self._kernel(parts, gradient[first : first + size], piece.arguments)
+        parts = [new[s.name][s.elements(first) :][: s.elements(size)] for s in self._states_of(block)]
+        assert self._kernels is not None
+        self._kernels[new[WEIGHT].dtype](parts, gradient[first : first + size], piece.arguments)
 
 
 class ParameterUpdater(Updater):
@@ -224,7 +237,7 @@ class ParameterUpdater(Updater):
         """The part of each state that belongs to the block that begins at `start`. States that its parameter does not
         have are left out."""
         cut = self._cuts_of[unit.index][start]
-        spans = {state: self._layout.part(unit, cut, state) for state in self._layout.states}
+        spans = {state: self._layout.part(unit, cut, state) for state in self._layout.states_of(unit)}
         return {state: span for state, span in spans.items() if span is not None}
 
     def _apply(
@@ -270,21 +283,24 @@ class DeviceParameterUpdater(ParameterUpdater, DeviceUpdater):
     """Updates parameters on the device. Every slot there has a work area if the rule needs one."""
 
 
-def open_update_stream(
-    store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
-) -> UpdateStream:
+def open_update_stream(store: Store, lanes: dict[str, Lane], rule: Rule, device: Device) -> UpdateStream:
     """What carries out the updates of a plan, on the CPU and on the device."""
-    lane, updated, gradient = lanes["update"], store.shards.updated, store.plan.layout.gradient_dtype
+    lane, updated = lanes["update"], store.shards.updated
+    forms = [(PRECISIONS[weight], gradient) for weight, gradient in store.plan.layout.forms]
 
     def opened() -> tuple[list[Updater], StreamPlan]:
         plan = stream_plan(store.plan, lane.threads, lane.inline_bytes, lambda unit: len(updated(unit)))
         on_device, parts = bool(store.plan.placement.on_device), (store, lanes, plan)
         updaters: list[Updater]
         if isinstance(rule, ElementwiseRule):
-            kernels = update_kernel(rule, precision, gradient), update_kernel(rule, precision, gradient, elsewhere=True)
-            updaters = [HostUpdater(*parts, kernels)]
+            on_host = {
+                DTYPES[form[0]]: (update_kernel(rule, *form), update_kernel(rule, *form, elsewhere=True))
+                for form in forms
+            }
+            updaters = [HostUpdater(*parts, on_host)]
             if on_device:
-                updaters.append(DeviceUpdater(*parts, device.update_kernel(rule, precision, gradient), device))
+                there = {DTYPES[form[0]]: device.update_kernel(rule, *form) for form in forms}
+                updaters.append(DeviceUpdater(*parts, there, device))
         else:
             updaters = [HostParameterUpdater(*parts, None)]
             if on_device:

@@ -13,6 +13,7 @@ import torch
 from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.memory.page import pages_for
 from pagoda.memory.region import Region
+from pagoda.optim.rule import StateSpec
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
@@ -245,8 +246,12 @@ class Updater:
         self._store = store
         self._lanes = lanes
         self._plan = plan
-        self._states = layout.states
-        self._streamed = [[s.name for s in self._states if store.run(unit.index, s.name) is not None] for unit in units]
+        self._states = [layout.states_of(unit) for unit in units]
+        """The states of each unit."""
+        self._streamed = [
+            [state.name for state in states if store.run(unit.index, state.name) is not None]
+            for unit, states in zip(units, self._states, strict=True)
+        ]
         """The states on SSD of each unit."""
         self._ring_offsets: dict[str, int] = {}
         """State -> its first byte in a slot of the ring."""
@@ -284,9 +289,12 @@ class Updater:
         move, verb = (store.load, "read") if reading else (store.save, "write")
         for name in self._streamed[unit]:
             if (part := parts.get(name)) is not None:
-                nbytes = pages_for(part.elements.stop * store.dtype(name).itemsize - part.page_at, page) * page
+                nbytes = pages_for(part.elements.stop * store.dtype(unit, name).itemsize - part.page_at, page) * page
                 work = partial(move, unit, extents[name], part.page_at, slot.view(self._ring_offsets[name], nbytes))
                 yield self._lanes[lane].submit(work, (), nbytes, f"{verb} {store.plan.units[unit].name}")
+
+    def _states_of(self, block: BlockUpdate) -> tuple[StateSpec, ...]:
+        return self._states[block.update.unit.index]
 
     def _parts_of(self, block: Block) -> dict[str, StatePart]:
         """A block's part of each state."""
@@ -298,7 +306,7 @@ class Updater:
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, StatePart]:
         """A block's part of each state. States that its parameter does not have are left out."""
         spec, parts = self._store.plan.units[unit], {}
-        for state in self._states:
+        for state in self._states[unit]:
             origin = self._store.shards.origin(spec, state.name)
             elements = range(state.elements(origin + start), state.elements(origin + stop))
             parts[state.name] = StatePart(elements, elements.start * state.dtype.itemsize)
@@ -307,7 +315,7 @@ class Updater:
     def _tensors(self, block: BlockUpdate, extents: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """A block's part of each state, at home or in the ring. `extents` names the extent of each state."""
         unit, found = block.update.unit.index, {}
-        for state in self._states:
+        for state in self._states[unit]:
             if (part := block.parts.get(state.name)) is None:
                 continue
             home = self._store.tensor(unit, extents[state.name])

@@ -158,7 +158,7 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
             lease_frames=leased.get(unit.index, 0),
             buffer_pages=_buffer_pages(plan, unit.index),
             old_state_pages=sum(plan.pages_in_memory(unit).values()),
-            streamed=any(placement.home(unit.index, state.name) == SSD for state in plan.layout.states),
+            streamed=any(placement.home(unit.index, state.name) == SSD for state in plan.layout.states_of(unit)),
             trained=unit.trainable_numel > 0,
             speculated=unit.index in placement.speculated,
             updater=int(unit.index in on_device),

@@ -95,7 +95,8 @@ class Execution:
         if operation.kind is Kind.FETCH:
             self._fetches[operation.unit] = task
         elif operation.kind is Kind.OFFLOAD:
-            made = self._plan.units[operation.unit].trainable_numel * self._plan.layout.offloaded_itemsize
+            unit = self._plan.units[operation.unit]
+            made = unit.trainable_numel * self._plan.layout.offloaded_itemsize(unit)
             self.offloads.add(task, made)
 
     def _adds(self, operation: Operation) -> bool:
@@ -150,12 +151,12 @@ class Execution:
             chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, self._rates.merge_seconds(sent)))
         if traffic.offloaded:  # handing gradients over is part of what a parameter costs
             move = self._lanes.move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0)
-            kept = traffic.offloaded * layout.itemsize(GRAD) // layout.offloaded_itemsize
+            kept = traffic.offloaded * layout.itemsize(unit, GRAD) // layout.offloaded_itemsize(unit)
             if adds or kept > traffic.offloaded:  # while one piece is added, the next ones come
                 move.seconds = max(move.seconds, self._rates.adding_seconds(traffic.offloaded + (1 + adds) * kept))
             chain.append(move)
         elif unit.on_host:  # it is made in RAM, and stored or added there
-            touched = (2 + adds) * layout.elements(unit, GRAD) * layout.itemsize(GRAD)
+            touched = (2 + adds) * layout.elements(unit, GRAD) * layout.itemsize(unit, GRAD)
             chain.append(Work("d2h", f"offload {unit.name}", 0, self._rates.adding_seconds(touched)))
         return [chain] if chain else []
 

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from pagoda.budgets import HOST_SHARE, compute_device
+from pagoda.calibrate.matmul import usual_precision
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.config.memory import FIRST_SHARE
 from pagoda.config.reading import Reading
@@ -89,6 +90,10 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
     if asked.memory.device is None and torch.cuda.is_available():
         asked, why = _of_gpu(asked, torch.cuda.mem_get_info()[0])
         reasons += why
+    if asked.precision is None:
+        precision, reason = usual_precision(compute_device(asked.memory))
+        asked = replace(asked, precision=precision)
+        reasons.append(f"--precision {precision}: {reason}")
     if asked.depends_on_data:
         asked, why = _by_data(asked, ranks, console)
         reasons += why

@@ -35,7 +35,7 @@ def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files
         chunked_loss(model)
         say(console, "Loss: in chunks, so that logits are never whole")
     lora, quantized = config.lora, 0
-    form = DTYPES[config.precision], compute_device(config.memory)
+    form = DTYPES[config.chosen_precision], compute_device(config.memory)
     if config.quantize is not None:
         lora = replace(lora, targets=targets_of(model, lora.targets))
         quantized = quantize_layers(model, config.quantize, *form)

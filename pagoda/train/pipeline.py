@@ -33,7 +33,7 @@ class StagePasses(Passes):
         self._stage, stages, self._group = mesh.pipeline_stage, mesh.ranks.pipeline_parallel, mesh.pipeline
         self._first, self._last = self._stage == 0, self._stage == stages - 1
         self._width: int = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        self._dtype = DTYPES[config.precision]
+        self._dtype = DTYPES[config.chosen_precision]
         ids = torch.empty(config.batch_size, config.seq_len, dtype=torch.int64, device="meta")
         hidden = self._hidden(ids).requires_grad_()
         # Without these shapes, torch would run a forward to infer them.

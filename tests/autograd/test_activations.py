@@ -38,7 +38,12 @@ def two_steps(memory: pagoda.Memory, activations: ActivationMode) -> Any:
     """What the last of two steps kept, and what was planned."""
     torch.manual_seed(0)
     wrapped, optimizer = pagoda.wrap(
-        llama(LAYERS).train(), pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations=activations
+        llama(LAYERS).train(),
+        pagoda.AdamW(),
+        memory=memory,
+        clip_grad_norm=1.0,
+        activations=activations,
+        precision="bf16",
     )
     for _ in range(2):
         ids = torch.randint(VOCABULARY, (1, 64))
@@ -103,7 +108,9 @@ def wrapped_llama(activations: ActivationMode, budget: int) -> tuple[nn.Module, 
     """Where "auto" chooses, it has a budget."""
     memory = replace(RESIDENT, activations=budget if activations == "auto" else None)
     model = Recipe("llama").build()
-    return pagoda.wrap(model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations=activations)
+    return pagoda.wrap(
+        model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations=activations, precision="bf16"
+    )
 
 
 def test_lengths_that_vary_keep_to_the_budget_and_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +200,7 @@ def test_a_tensor_that_was_changed_after_it_was_saved_is_an_error_as_in_torch(tm
 def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None:
     memory = pagoda.Memory(host="64MiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE)
     model, optimizer = pagoda.wrap(
-        llama().train(), pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations="offload"
+        llama().train(), pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations="offload", precision="bf16"
     )
     ids = torch.zeros(2, 16, dtype=torch.long)
     peaks = []
@@ -254,12 +261,12 @@ def test_autocast_does_not_change_with_the_policy(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     model = Recipe("llama").build()
     with pytest.raises(pagoda.ConfigError, match="nowhere to offload"):
-        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="offload")
+        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="offload", precision="bf16")
     with pytest.raises(pagoda.ConfigError, match="recompute, offload"):
-        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="drop")
+        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, activations="drop", precision="bf16")
     own = Recipe("llama", checkpointing=True).build()
     with pytest.raises(pagoda.UsageError, match="gradient_checkpointing_disable"):
-        pagoda.wrap(own, pagoda.AdamW(), memory=RESIDENT, activations="recompute")
+        pagoda.wrap(own, pagoda.AdamW(), memory=RESIDENT, activations="recompute", precision="bf16")
 
 
 def test_activations_that_do_not_fit_their_budget_are_refused_once_that_has_shown(tmp_path: Path) -> None:

@@ -427,7 +427,7 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
     ]
     for memory, options, message in refused:
         with pytest.raises(pagoda.ConfigError, match=message):
-            pagoda.wrap(fresh(), pagoda.AdamW(), memory=pagoda.Memory(**memory), **options)
+            pagoda.wrap(fresh(), pagoda.AdamW(), memory=pagoda.Memory(**memory), **{"precision": "bf16", **options})
 
 
 @pytest.mark.parametrize(
@@ -448,14 +448,14 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(
     fixed = {"page_size": PAGE, "unit_limit": UNIT_LIMIT}
     settings = {name: value.replace("DIR", str(tmp_path)) for name, value in settings.items()}
     with pytest.raises(pagoda.BudgetError, match=rf"{tier} needs at least .* short.*memory\.{tier}") as refused:
-        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(**settings, **fixed))
+        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(**settings, **fixed), precision="bf16")
     assert refused.value.tier == tier
     assert list(tmp_path.iterdir()) == []
     assert_equal(model.state_dict(), fresh().state_dict())
     needed = refused.value.needed_bytes
     settings[tier] = {"host": f"{needed}", "ssd": f"{tmp_path}:{needed}", "device": f"cpu:{needed}"}[tier]
     memory = pagoda.Memory(**settings, **fixed)
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="bf16")
     train_layers(model, optimizer)
     optimizer.close()
 

@@ -51,9 +51,9 @@ def wrapped(ssd: Path) -> tuple[nn.Module, Any]:
     given: dict[str, Any] = {"precision": "fp32", "update": "async"}
     rule = pagoda.AdamW(lr=1e-3)
     with pytest.raises(pagoda.BudgetError) as refused:
-        pagoda.wrap(model(), rule, memory=pagoda.Memory(host=4096, **settings), **given)
+        pagoda.wrap(model(), rule, memory=pagoda.Memory(host=4096, **settings), **{"precision": "bf16", **given})
     memory = pagoda.Memory(host=refused.value.needed_bytes, ssd_checkpoints=1, **settings)
-    return pagoda.wrap(model(), rule, memory=memory, **given)
+    return pagoda.wrap(model(), rule, memory=memory, **{"precision": "bf16", **given})
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 from pairwise import each_once
-from transformers import AutoModelForCausalLM, LlamaModel
+from transformers import AutoModelForCausalLM, LlamaModel, T5ForConditionalGeneration
+from zoo import t5
 
 import pagoda
 from pagoda.checkpoint import pretrained, state
@@ -60,6 +61,18 @@ def test_the_master_is_what_the_files_say(dtype: torch.dtype, precision: str, tm
     expected = dict(plain.named_parameters())
     assert masters.keys() == expected.keys()
     assert all(torch.equal(masters[key], expected[key]) for key in masters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_each_parameter_has_the_dtype_that_transformers_gives_it(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """T5 keeps `wo` in fp32 in a model in fp16."""
+    for stored in (torch.float16, torch.bfloat16):
+        t5(2).to(stored).save_pretrained(tmp_path / "t5")
+        expected = T5ForConditionalGeneration.from_pretrained(tmp_path / "t5", dtype="auto" if dtype is None else dtype)
+        loaded = pagoda.load(tmp_path / "t5", dtype=dtype)
+        found = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+        assert found == {name: tensor.dtype for name, tensor in expected.state_dict().items()}
+        assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,7 +381,7 @@ def wrapped_table() -> Iterator[Table]:
 
         def make(buffer: torch.Tensor | None) -> tuple[nn.Module, PagedOptimizer]:
             torch.manual_seed(0)
-            model, optimizer = pagoda.wrap(WithTable(buffer), pagoda.AdamW(), memory=RESIDENT)
+            model, optimizer = pagoda.wrap(WithTable(buffer), pagoda.AdamW(), memory=RESIDENT, precision="bf16")
             stack.callback(optimizer.close)
             return model, optimizer
 
@@ -440,7 +440,7 @@ def test_state_of_a_module_that_is_not_in_tensors_is_refused(tmp_path: Path) -> 
         def get_extra_state(self) -> int:
             return 7
 
-    model, optimizer = pagoda.wrap(nn.Sequential(Counting(8, 8)), pagoda.AdamW(), memory=RESIDENT)
+    model, optimizer = pagoda.wrap(nn.Sequential(Counting(8, 8)), pagoda.AdamW(), memory=RESIDENT, precision="bf16")
     for save in (lambda: optimizer.save_checkpoint(tmp_path / "step"), pagoda.ModelState(model).state_dict):
         with pytest.raises(pagoda.CheckpointError, match=r"'0' \(Counting\).*get_extra_state\(\).*buffers"):
             save()
@@ -451,7 +451,9 @@ def test_state_of_a_module_that_is_not_in_tensors_is_refused(tmp_path: Path) -> 
 def test_half_updated_states_are_neither_saved_nor_replaced(saved: Path, tmp_path: Path) -> None:
     """With updates during backward, some units are ahead of the others until `step()`."""
     torch.manual_seed(0)
-    model, optimizer = pagoda.wrap(LLAMA.build(), pagoda.AdamW(), memory=RESIDENT, accumulation_steps=1)
+    model, optimizer = pagoda.wrap(
+        LLAMA.build(), pagoda.AdamW(), memory=RESIDENT, accumulation_steps=1, precision="bf16"
+    )
     loss_of(model(**data(LLAMA, 0))).backward()
     with pytest.raises(pagoda.UsageError, match=r"between backward.*Call optimizer\.step\(\) first"):
         optimizer.save_checkpoint(tmp_path / "step")
@@ -472,7 +474,7 @@ def test_parameters_that_are_not_floating_point_are_saved_and_restored(tmp_path:
         with pagoda.init():
             linear = nn.Linear(8, 8)
             linear.codes = nn.Parameter(codes, requires_grad=False)
-        return pagoda.wrap(linear, pagoda.AdamW(), memory=RESIDENT)
+        return pagoda.wrap(linear, pagoda.AdamW(), memory=RESIDENT, precision="bf16")
 
     _, optimizer = build(codes)
     optimizer.save_checkpoint(tmp_path / "step")

@@ -170,7 +170,7 @@ def test_weights_that_transformers_keeps_in_fp32_are_named_wherever_they_come_fr
         with pytest.warns(
             UserWarning, match=r"keeps 'model\.layers\.0\.self_attn\.q_proj\.weight'.* more in fp32.*bfloat16"
         ):
-            pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="64MiB"))[1].close()
+            pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="64MiB"), precision="bf16")[1].close()
 
 
 def test_weights_that_share_memory_are_refused_as_in_ram(tmp_path: Path) -> None:

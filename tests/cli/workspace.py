@@ -30,7 +30,7 @@ class Workspace:
         self.text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
         self._usual: dict[str, object] = {
             "model": self.model, "data": self.text, "steps": STEPS, "batch_size": 2, "seq_len": 32, "optim__lr": 3e-3,
-            "memory__host": "1MiB", "memory__ssd": self.ssd, **usual,
+            "memory__host": "1MiB", "memory__ssd": self.ssd, "precision": "bf16", **usual,
         }  # fmt: skip
 
     def args(self, out: str, /, *flags: str, **changes: object) -> list[str]:

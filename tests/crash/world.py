@@ -19,6 +19,7 @@ from tests.tiny import write_model, write_text
 STEPS = 3
 SETTINGS = [
     *("train", "--steps", str(STEPS), "--batch-size", "1", "--seq-len", "8", "--seed", "3", "--clip-grad-norm", "1.0"),
+    *("--precision", "bf16"),
     *("--checkpoint-every", "1", "--keep-checkpoints", "2", "--plan", "usual"),
 ]
 PAGED = ["--memory.host", "150KiB", "--memory.unit-limit", "16KiB", "--memory.page-size", "4KiB"]

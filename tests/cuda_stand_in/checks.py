@@ -104,7 +104,7 @@ def mixture() -> tuple[nn.Module, Any]:
     # transformers' default kernel calls histc with integers, which the CPU's kernels do not take.
     model.set_experts_implementation("batched_mm")
     memory = pagoda.Memory(device="384KiB", host="64MiB", page_size=4096)
-    return pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh, clip_grad_norm=1.0)
+    return pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh, clip_grad_norm=1.0, precision="bf16")
 
 
 def divided(stage: int | None) -> tuple[nn.Module, Any]:
@@ -176,7 +176,11 @@ def test_threads_that_add_a_gradient_share_buffers_without_a_race() -> None:
         torch.manual_seed(0)
         linear = nn.Linear(2048, 1300, bias=False)
         model, optimizer = pagoda.wrap(
-            linear, pagoda.AdamW(), memory=pagoda.Memory(device=at, host="256MiB"), accumulation_steps=3
+            linear,
+            pagoda.AdamW(),
+            memory=pagoda.Memory(device=at, host="256MiB"),
+            accumulation_steps=3,
+            precision="bf16",
         )
         x = torch.randn(3, 2048, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
         x = x if at.startswith("cpu") else x.cuda()
@@ -196,7 +200,7 @@ def test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(placement: str,
     with pagoda.init():
         model = recipe.build()
     tiers = memory(placement, tmp_path, recipe)
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=tiers, clip_grad_norm=1.0)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=tiers, clip_grad_norm=1.0, precision="bf16")
     inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
     for step in range(4):
         if step == 2:
@@ -229,7 +233,7 @@ def test_ram_that_cannot_be_page_locked_is_refused_and_the_next_launch_works(tmp
     before, usual = native.pinned(), native.most_pinned(1 << 20)
     try:
         with pytest.raises(pagoda.BudgetError, match="page-lock"):
-            pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(FEW, tmp_path, recipe))
+            pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(FEW, tmp_path, recipe), precision="bf16")
     finally:
         native.most_pinned(usual)
     assert torch.ones(3, device="cuda").sum().item() == 3
@@ -246,6 +250,6 @@ def test_ram_is_unlocked_when_wrap_fails_after_it_was_locked(tmp_path: Path, mon
     before = native.pinned()
     monkeypatch.setattr(Store, "_open", fail)
     with pytest.raises(pagoda.StorageError, match="gone"):
-        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(FEW, tmp_path, recipe))
+        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(FEW, tmp_path, recipe), precision="bf16")
     gc.collect()
     assert native.pinned() == before

@@ -115,7 +115,7 @@ def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, 
         Tiling(whole, most)
         flops, root = counting.forward_flops(whole, 2, 32), describe(whole)
     limit = None if most is None else 2 * most
-    described = describe_model(PlanConfig(model=name, batch_size=2, seq_len=32, tile_limit=limit))
+    described = describe_model(PlanConfig(model=name, batch_size=2, seq_len=32, tile_limit=limit, precision="bf16"))
     assert described.root == root
     assert list(described.forward_flops.items()) == list(flops.items())
     assert described.layers == len(layers_of(root))
@@ -127,20 +127,20 @@ def test_a_model_is_built_once_for_what_its_description_depends_on(
     built: list[str] = []
     monkeypatch.setattr("pagoda.models.build_model", lambda name, **of: built.append(name) or build_model(name, **of))
     one, wider = (write_model(tmp_path / name, hidden_size=size) for name, size in (("a", 88), ("c", 96)))
-    first = describe_model(PlanConfig(model=one, seq_len=32))
-    assert describe_model(PlanConfig(model=one, seq_len=32, accumulation_steps=2)) == first
+    first = describe_model(PlanConfig(model=one, seq_len=32, precision="bf16"))
+    assert describe_model(PlanConfig(model=one, seq_len=32, accumulation_steps=2, precision="bf16")) == first
     assert built == [one]
     others = (
-        PlanConfig(model=wider, seq_len=32),
-        PlanConfig(model=one, seq_len=16),
-        PlanConfig(model=one, seq_len=32, batch_size=2),
+        PlanConfig(model=wider, seq_len=32, precision="bf16"),
+        PlanConfig(model=one, seq_len=16, precision="bf16"),
+        PlanConfig(model=one, seq_len=32, batch_size=2, precision="bf16"),
     )
     assert all(describe_model(other).step_flops != first.step_flops for other in others)
-    adapted = describe_model(PlanConfig(model=one, seq_len=32, lora=LoraConfig(rank=2)))
+    adapted = describe_model(PlanConfig(model=one, seq_len=32, lora=LoraConfig(rank=2), precision="bf16"))
     assert adapted.params > first.params
     assert built == [one, wider, one, one, one]
     write_model(tmp_path / "a", hidden_size=104)
-    assert describe_model(PlanConfig(model=one, seq_len=32)).hidden == 104
+    assert describe_model(PlanConfig(model=one, seq_len=32, precision="bf16")).hidden == 104
 
 
 @pytest.mark.parametrize("name", ["gpt-13b", "t5-58b"])

@@ -46,7 +46,7 @@ HERE_NOT = Machine(SMALL, here=False)
 def made(machine: Machine = HERE_NOT, **settings: Any) -> Forecast:
     memory = {name: settings.pop(name) for name in ("host", "ssd", "device", "adapt_after") if name in settings}
     config = {"model": "gpt-4x256", "seq_len": 128, "memory": Memory(**memory)} | settings
-    return forecast(PlanConfig(**config), machine)
+    return forecast(PlanConfig(**{"precision": "bf16", **config}), machine)
 
 
 def test_a_model_that_fits_has_every_figure() -> None:
@@ -63,7 +63,7 @@ def test_a_model_that_fits_has_every_figure() -> None:
 
 
 def test_ranks_that_divide_sequences_have_a_part_of_the_tokens_and_of_the_work() -> None:
-    machine = find_machine_for(PlanConfig(model="gpt-4x256", hardware="h100x8", gpus_per_node=4))
+    machine = find_machine_for(PlanConfig(model="gpt-4x256", hardware="h100x8", gpus_per_node=4, precision="bf16"))
     whole, part = made(machine, seq_len=512), made(machine, seq_len=512, sequence_parallel=4)
     assert part.tokens_per_step * 4 == whole.tokens_per_step
     assert part.described.step_flops * 4 == pytest.approx(whole.described.step_flops)
@@ -205,7 +205,9 @@ def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypat
 
     def of(batch_size: int) -> Forecast:
         memory = Memory(unit_limit="32MiB")
-        config = PlanConfig(model="gpt-20x1024", seq_len=1024, batch_size=batch_size, memory=memory, plan="usual")
+        config = PlanConfig(
+            model="gpt-20x1024", seq_len=1024, batch_size=batch_size, memory=memory, plan="usual", precision="bf16"
+        )
         return forecast(config, Machine(small, here=False))
 
     line = next(line for line in advise(of(1)) if line.startswith("Twice the sequences"))
@@ -244,7 +246,7 @@ def test_a_forecast_for_this_machine_counts_the_limits_of_control_groups(monkeyp
 
 def test_more_processes_share_ram_and_ssd_that_are_left_open(tmp_path: Path) -> None:
     machine = replace(SMALL, intra_node_bytes_per_s=figure(1e9))
-    config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2)
+    config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2, precision="bf16")
     shared = Machine(machine.with_gpus(2), False, Ranks(2, 2))
     described = describe_model(config)
     none = estimate_activations(described, 16, 2, "recompute")
@@ -260,7 +262,7 @@ def test_more_processes_share_ram_and_ssd_that_are_left_open(tmp_path: Path) -> 
 
 
 def test_several_nodes_share_out_the_state_and_gather_it() -> None:
-    settings: dict[str, Any] = {"model": "gpt-1b", "hardware": "h100x8", "batch_size": 4}
+    settings: dict[str, Any] = {"model": "gpt-1b", "hardware": "h100x8", "batch_size": 4, "precision": "bf16"}
     one, two = (
         forecast(config, find_machine_for(config))
         for config in (PlanConfig(nodes=nodes, **settings) for nodes in (1, 2))
@@ -274,7 +276,13 @@ def test_several_nodes_share_out_the_state_and_gather_it() -> None:
 
 @pytest.mark.slow  # 37,000 experts; test_describe.py has a few
 def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
-    settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40gx8", "seq_len": 512, "batch_size": 4}
+    settings: dict[str, Any] = {
+        "model": "t5-moe-1.2t",
+        "hardware": "a100-40gx8",
+        "seq_len": 512,
+        "batch_size": 4,
+        "precision": "bf16",
+    }
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)
     one = forecast(config, find_machine_for(config))
     shape = PAPER_SHAPES["t5-moe-1.2t"]
@@ -300,7 +308,7 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
 )
 def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        describe_model(PlanConfig(model=model, seq_len=64, expert_parallel=parallel))
+        describe_model(PlanConfig(model=model, seq_len=64, expert_parallel=parallel, precision="bf16"))
 
 
 @pytest.mark.parametrize(
@@ -316,17 +324,17 @@ def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, c
 )
 def test_hardware_that_cannot_be_used_is_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        find_machine_for(PlanConfig(model="gpt2", **settings))
+        find_machine_for(PlanConfig(model="gpt2", **{"precision": "bf16", **settings}))
 
 
 def test_an_unmeasured_machine_says_how_to_measure_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="pagoda calibrate"):
-        find_machine_for(PlanConfig(model="gpt2"))
+        find_machine_for(PlanConfig(model="gpt2", precision="bf16"))
 
 
 def test_the_largest_model_fits_and_a_seventh_more_is_refused() -> None:
-    config = PlanConfig(max_model=True, seq_len=64, memory=Memory(host="100MiB"))
+    config = PlanConfig(max_model=True, seq_len=64, memory=Memory(host="100MiB"), precision="bf16")
     name = largest_model(config, HERE_NOT)
     one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
     assert one.fits
@@ -344,7 +352,7 @@ def test_neighbouring_experts_are_simulated_as_one_and_the_plan_has_each(monkeyp
     """All 6,144 experts of a model of 30B parameters would take minutes to search."""
     gpu = find_machine("rtx4090")
     small = replace(gpu, device=replace(gpu.device, memory_bytes=figure(1.1 * GIB)))
-    config = PlanConfig(model="qwen3-moe-15m", lora=LoraConfig(rank=4), seq_len=128, plan="usual")
+    config = PlanConfig(model="qwen3-moe-15m", lora=LoraConfig(rank=4), seq_len=128, plan="usual", precision="bf16")
 
     def of(most_experts: int) -> Forecast:
         monkeypatch.setattr("pagoda.forecast.problem._MOST_EXPERTS", most_experts)

@@ -17,7 +17,7 @@ from .machines import SMALL, figure
 
 
 def described(name: str) -> ModelDescription:
-    return describe_model(PlanConfig(model=name, seq_len=64))
+    return describe_model(PlanConfig(model=name, seq_len=64, precision="bf16"))
 
 
 @pytest.mark.parametrize(("name", "tied"), [("gpt-6x64", True), ("llama-8b", False)])
@@ -40,7 +40,14 @@ def test_stages_have_the_whole_model_together(name: str, tied: bool) -> None:
 
 def config(micro_batches: int, **settings: object) -> PlanConfig:
     memory = Memory(host="60MiB", ssd="1GiB")
-    shape = {"model": "gpt-6x64", "seq_len": 64, "activations": "keep", "plan": "usual", "memory": memory}
+    shape = {
+        "model": "gpt-6x64",
+        "seq_len": 64,
+        "activations": "keep",
+        "plan": "usual",
+        "memory": memory,
+        "precision": "bf16",
+    }
     return PlanConfig(**{**shape, "accumulation_steps": micro_batches, **settings})
 
 

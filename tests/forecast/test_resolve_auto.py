@@ -40,7 +40,7 @@ def gpu(memory: float, link: float, flops: float) -> Machine:
 
 @cache
 def made(machine: Machine, **given: Any) -> Forecast:
-    config = {"model": "gpt-4x256", "seq_len": 256, "batch_size": 4, "plan": "usual"} | given
+    config = {"model": "gpt-4x256", "seq_len": 256, "batch_size": 4, "plan": "usual", "precision": "bf16"} | given
     return forecast(PlanConfig(**config), machine)
 
 
@@ -143,7 +143,9 @@ def test_each_layer_has_a_policy_of_its_own_where_that_is_fastest(
     expert_parallel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolve_auto, "_step_s", lambda config, *_: 1.0 + (config.activations != "auto"))
-    config = PlanConfig(model="mixtral-15m", seq_len=64, activations="auto", expert_parallel=expert_parallel)
+    config = PlanConfig(
+        model="mixtral-15m", seq_len=64, activations="auto", expert_parallel=expert_parallel, precision="bf16"
+    )
     resolved, _ = resolve_auto.resolve_auto(config, gpu(4 * GIB, 1e10, 1e12), describe_model(config))
     assert resolved.activations == "auto"
 
@@ -209,7 +211,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tupl
 
 def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = counted(monkeypatch, problems, "simulate")
-    one = forecast(PlanConfig(model="gpt-4x256", seq_len=128, memory=Memory(host="150MiB")), Machine(SMALL, here=False))
+    one = forecast(
+        PlanConfig(model="gpt-4x256", seq_len=128, memory=Memory(host="150MiB"), precision="bf16"),
+        Machine(SMALL, here=False),
+    )
     searched = len(simulated)
     assert 5 <= searched <= 20
     assert advise(one)
@@ -222,7 +227,7 @@ def test_the_search_for_the_largest_builds_two_layers_and_simulates_nothing(
     built = counted(monkeypatch, pagoda.models, "build_model")
     simulated = counted(monkeypatch, problems, "simulate")
     machine = Machine(find_machine("rtx4090"), here=False)
-    largest_model(PlanConfig(max_model=True), machine)
+    largest_model(PlanConfig(max_model=True, precision="bf16"), machine)
     assert simulated == []
     assert 0 < len(built) < 30
     assert all(kwargs["layers"] in (None, 2) for _, kwargs in built)
@@ -231,7 +236,7 @@ def test_the_search_for_the_largest_builds_two_layers_and_simulates_nothing(
 def test_a_model_larger_than_all_tiers_is_refused_by_the_planner_too() -> None:
     """What the search for the largest leaves out fast has no plan."""
     machine = gpu(1.5 * GIB, 1e10, 1e12)
-    config = PlanConfig(model="gpt-24x2048", seq_len=64, memory=Memory(host="2GiB", ssd="1GiB"))
+    config = PlanConfig(model="gpt-24x2048", seq_len=64, memory=Memory(host="2GiB", ssd="1GiB"), precision="bf16")
     problem, _ = problems.problem_of(config, machine, describe_model(config, count_flops=False))
     with pytest.raises(BudgetError):
         problem.plan()

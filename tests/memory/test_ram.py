@@ -107,7 +107,9 @@ def test_every_budget_that_is_left_open_counts_the_groups(monkeypatch: pytest.Mo
     monkeypatch.setattr("pagoda.memory.ram._limits", lambda root: iter([(900 * MIB, 800 * MIB)]))
     assert budgets_of(pagoda.Memory()).host == 80 * MIB
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="20MiB"), activations="auto")
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(), memory=pagoda.Memory(host="20MiB"), activations="auto", precision="bf16"
+    )
     limit = pagoda.plan_of(model).options.activation_bytes
     optimizer.close()
     assert 0 < limit <= 100 * MIB

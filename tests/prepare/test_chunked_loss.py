@@ -282,7 +282,9 @@ def test_placement_does_not_change_a_bit(name: str, late_first: bool, tmp_path: 
 
 
 def test_a_custom_loss_outside_a_wrapped_model_leases_the_output_layer() -> None:
-    model, optimizer = pagoda.wrap(pagoda.chunked_loss(built("llama")), pagoda.AdamW(), memory=zoo.RESIDENT)
+    model, optimizer = pagoda.wrap(
+        pagoda.chunked_loss(built("llama")), pagoda.AdamW(), memory=zoo.RESIDENT, precision="bf16"
+    )
     ids = inputs()["input_ids"]
     logits = model(input_ids=ids).logits
     functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()

@@ -234,7 +234,7 @@ def test_the_bias_of_routing_which_no_gradient_changes_is_kept_in_fp32(merge: bo
 
     def wrapped() -> Any:
         model = adapted("deepseek-v3") if merge else built("deepseek-v3")
-        return pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=pagoda.Memory(host="64MiB"))
+        return pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=pagoda.Memory(host="64MiB"), precision="bf16")
 
     def bias(model: nn.Module) -> torch.Tensor:
         return next(buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))

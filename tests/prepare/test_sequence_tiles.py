@@ -23,7 +23,11 @@ def step_of(tiles: Any = None, passes: int = 1, **settings: Any) -> tuple[float,
         layer.mlp.gate_proj.register_forward_hook(lambda _, args, __: calls.append(args[0].shape[1]))  # type: ignore
     how = {"precision": "fp32", **settings}
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(sequence_tiles=tiles), **how
+        model,
+        pagoda.AdamW(),
+        memory=zoo.RESIDENT,
+        tiles=pagoda.Tiles(sequence_tiles=tiles),
+        **{"precision": "bf16", **how},
     )
     grads: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():

@@ -90,4 +90,4 @@ def test_views_without_a_common_element_are_trained(build: Callable[[], Any]) ->
 def test_frozen_views_that_may_be_trained_later_are_refused() -> None:
     model = with_frozen(2, views(whole, torch.Tensor.t))
     with pytest.raises(pagoda.ConfigError, match="'p0' and 'p1'"):
-        pagoda.wrap(model, pagoda.AdamW(), param_groups=list(model.parameters()), memory=RESIDENT)
+        pagoda.wrap(model, pagoda.AdamW(), param_groups=list(model.parameters()), memory=RESIDENT, precision="bf16")

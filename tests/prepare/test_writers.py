@@ -71,7 +71,9 @@ def test_the_order_of_writes_does_not_change_a_bit(place: str, tmp_path: Path, m
             model = nn.Sequential(*(nn.Linear(50, 70) for _ in range(6)), nn.Linear(70, 50))
         (tmp_path / name).mkdir()
         tiers = {"ssd": tmp_path / name, "host": "200KiB"} if place == "ssd" else {"host": "4MiB"}
-        model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(**tiers, page_size=4096))
+        model, optimizer = pagoda.wrap(
+            model, pagoda.AdamW(), memory=pagoda.Memory(**tiers, page_size=4096), precision="bf16"
+        )
         assert ("ssd" in pagoda.plan_of(model).peak_bytes) == (place == "ssd")
         values = {name: value.clone() for name, value in model.state_dict().items()}
         optimizer.close()

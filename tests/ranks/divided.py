@@ -315,7 +315,13 @@ def choose_together(
     model = divide(build_model(name, seq_len=64), name, mesh)
     memory = pagoda.Memory(host="1GiB", unit_limit="64KiB", activations=room[rank])
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(lr=1e-2), memory=memory, mesh=mesh, activations=activations, clip_grad_norm=0.5
+        model,
+        pagoda.AdamW(lr=1e-2),
+        memory=memory,
+        mesh=mesh,
+        activations=activations,
+        clip_grad_norm=0.5,
+        precision="bf16",
     )
     outcome = Outcome()
     group = rank // tensor
@@ -407,14 +413,15 @@ def drawn(out: Path, tensor: int) -> dict[str, Any]:
 
 
 REFUSED: dict[str, Callable[[pagoda.Mesh], Any]] = {
-    "not divided": lambda mesh: pagoda.wrap(build("mixer"), pagoda.AdamW(), mesh=mesh),
+    "not divided": lambda mesh: pagoda.wrap(build("mixer"), pagoda.AdamW(), mesh=mesh, precision="bf16"),
     "other mesh": lambda mesh: pagoda.wrap(
-        divide(build("mixer"), "mixer", mesh), pagoda.AdamW(), mesh=pagoda.open_mesh()
+        divide(build("mixer"), "mixer", mesh), pagoda.AdamW(), mesh=pagoda.open_mesh(), precision="bf16"
     ),
     "uneven": lambda mesh: pagoda.wrap(
         parallelize_module(nn.Sequential(nn.Linear(4, 5)), mesh.tensor, {"0": ColwiseParallel()}),
         pagoda.AdamW(),
         mesh=mesh,
+        precision="bf16",
     ),
 }
 

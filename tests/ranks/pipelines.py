@@ -185,7 +185,7 @@ def train_alone(
     mesh = pagoda.open_mesh(**(divided or {}))
     model = Part(range(BLOCKS), experts)
     memory = pagoda.Memory(host="64MiB", page_size=PAGE, unit_limit="64KiB")
-    model, optimizer = pagoda.wrap(model, memory=memory, mesh=mesh, **settings_of(**settings))
+    model, optimizer = pagoda.wrap(model, memory=memory, mesh=mesh, **{"precision": "bf16", **settings_of(**settings)})
     generator, outcome = torch.Generator().manual_seed(1), Outcome()
     for _ in range(steps):
         ids = torch.randint(VOCABULARY, (groups, MICRO_BATCHES * BATCH, LENGTH), generator=generator)
@@ -232,7 +232,7 @@ def refuse_pipelines(out: Path) -> dict[str, str]:
     def wrap(model: nn.Module | None = None, lr: float = 1e-2, host: Any = "64MiB", **settings: Any) -> Any:
         memory = pagoda.Memory(host=host, page_size=PAGE, unit_limit="64KiB")
         model = build(mesh, "1f1b")[0] if model is None else model
-        return pagoda.wrap(model, pagoda.AdamW(lr=lr), memory=memory, mesh=mesh, **settings)
+        return pagoda.wrap(model, pagoda.AdamW(lr=lr), memory=memory, mesh=mesh, **{"precision": "bf16", **settings})
 
     said = {
         "names": refusal(lambda: wrap(nn.Linear(4, 4))),
@@ -265,7 +265,7 @@ def share_experts(out: Path, name: str) -> list[str]:
     def wrap(**divided: int) -> None:
         mesh = pagoda.open_mesh(pipeline_parallel=2, **divided)
         model = nn.ModuleDict({f"of-stage-{mesh.pipeline_stage}": build_model(name, seq_len=LENGTH)})
-        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="1GiB"), mesh=mesh)
+        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="1GiB"), mesh=mesh, precision="bf16")
 
     return [refusal(partial(wrap, stage=2)), refusal(partial(wrap, expert_parallel=2))]
 

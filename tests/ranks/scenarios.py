@@ -141,7 +141,9 @@ def in_pages(
         sizes |= {"device": "cpu:1MiB" if kind.startswith("both") else "cpu:8MiB", "split": split}
     while True:
         try:
-            return pagoda.wrap(model, rule, memory=pagoda.Memory(**sizes), mesh=mesh, **settings)
+            return pagoda.wrap(
+                model, rule, memory=pagoda.Memory(**sizes), mesh=mesh, **{"precision": "bf16", **settings}
+            )
         except pagoda.BudgetError as refused:  # which says how much is enough, on the rank that lacks it
             if refused.tier == "device":
                 sizes["device"] = f"cpu:{refused.needed_bytes}"
@@ -441,7 +443,9 @@ def generate_apart(out: Path) -> list[torch.Tensor]:
     """Logits of all ranks at once, and of one rank more often than of another."""
     recipe, place_of_all = Recipe("llama"), pagoda.Memory(device="cpu:1MiB", host="64MiB", page_size=4096)
     model: Any = recipe.build()
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=place_of_all, mesh=pagoda.open_mesh())
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(lr=1e-2), memory=place_of_all, mesh=pagoda.open_mesh(), precision="bf16"
+    )
     take_steps(recipe, model, optimizer, Outcome(), place()[1], range(1))
     ids = torch.arange(6)[None]
     with torch.no_grad():
@@ -466,7 +470,9 @@ def drawn_mixture(name: str, expert_parallel: int, seed: int, **settings: Any) -
     torch.manual_seed(seed + place()[0])
     mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
     memory = pagoda.Memory(host="1GiB", unit_limit="64KiB")
-    return pagoda.wrap(build_model(name, seq_len=16), pagoda.AdamW(), memory=memory, mesh=mesh, **settings)
+    return pagoda.wrap(
+        build_model(name, seq_len=16), pagoda.AdamW(), memory=memory, mesh=mesh, **{"precision": "bf16", **settings}
+    )
 
 
 def resave_experts(out: Path, model: str, source: str, expert_parallel: int) -> None:
@@ -603,7 +609,7 @@ def evaluate_late_weights(out: Path, together: bool) -> float | None:
 def different_settings(out: Path) -> None:
     """Rank 1 has another learning rate."""
     rule = pagoda.AdamW(lr=1e-2 * (1 + place()[0]))
-    pagoda.wrap(Recipe("llama").build(), rule, memory=pagoda.Memory(host="64MiB"))
+    pagoda.wrap(Recipe("llama").build(), rule, memory=pagoda.Memory(host="64MiB"), precision="bf16")
 
 
 def not_finite(out: Path) -> str:

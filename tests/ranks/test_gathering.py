@@ -49,7 +49,7 @@ class FakeCollectives:
 def engine() -> Iterator[Engine]:
     """Of a model with one parameter, which counts."""
     memory = pagoda.Memory(host="1MiB", page_size=4096)
-    _, optimizer = pagoda.wrap(nn.Linear(NUMEL, 1, bias=False), pagoda.AdamW(), memory=memory)
+    _, optimizer = pagoda.wrap(nn.Linear(NUMEL, 1, bias=False), pagoda.AdamW(), memory=memory, precision="bf16")
     optimizer._engine.store.write(0, "weight", 0, torch.arange(NUMEL).bfloat16())
     yield optimizer._engine
     optimizer.close()

@@ -25,7 +25,7 @@ def wrap() -> Iterator[Wrap]:
         model: nn.Module, memory: pagoda.Memory = RESIDENT, lr: float = 1e-2, rule: Rule | None = None, **options: Any
     ) -> tuple[nn.Module, PagedOptimizer]:
         rule = rule or pagoda.AdamW(lr=lr, weight_decay=0.1)
-        model, optimizer = pagoda.wrap(model, rule, memory=memory, **options)
+        model, optimizer = pagoda.wrap(model, rule, memory=memory, **{"precision": "bf16", **options})
         opened.append(optimizer)
         return model, optimizer
 

@@ -509,7 +509,7 @@ def test_weights_are_predicted_only_where_steps_resemble_each_other() -> None:
         (pagoda.Optim(torch.optim.Adagrad, lr=1e-2), "element-wise optimizers, not Optim"),
     ):
         with pytest.raises(pagoda.ConfigError, match=why):
-            pagoda.wrap(nn.Linear(4, 4), rule, update=lagging(1, predict=True))
+            pagoda.wrap(nn.Linear(4, 4), rule, update=lagging(1, predict=True), precision="bf16")
     with pytest.raises(pagoda.ConfigError, match="predict=True needs update='async'"):
         pagoda.Updates(predict=True)
 

@@ -44,7 +44,7 @@ def wrapped(placement: str, directory: Path, **settings: Any) -> tuple[nn.Module
     memory = RESIDENT
     if placement != "resident":
         memory = squeeze(Layers(), placement, directory, clipping=False, max_staleness=staleness)
-    return pagoda.wrap(Layers(), pagoda.AdamW(), memory=memory, **settings)
+    return pagoda.wrap(Layers(), pagoda.AdamW(), memory=memory, **{"precision": "bf16", **settings})
 
 
 def train(model: nn.Module, optimizer: PagedOptimizer, until: str) -> None:
@@ -134,7 +134,7 @@ def test_nothing_is_kept_of_the_steps_that_are_over(speculate: bool) -> None:
     settings: dict[str, Any] = {}
     if speculate:
         settings = {"clip_grad_norm": 1e6, "accumulation_steps": 1, "update": pagoda.Updates(speculate=True)}
-    model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=RESIDENT, **settings)
+    model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=RESIDENT, **{"precision": "bf16", **settings})
     kept = []
     for _ in range(3):
         train(model, optimizer, "step")

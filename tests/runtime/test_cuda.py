@@ -136,7 +136,9 @@ def test_an_embedding_that_the_cpu_looks_up_trains_as_one_on_the_device(tmp_path
 def test_an_embedding_that_the_cpu_looks_up_is_read_and_written_in_ram(tmp_path: Path) -> None:
     """The device may have no room for it."""
     recipe = Recipe("qwen3", precision="fp32")
-    model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(LOOKED_UP, tmp_path, recipe))
+    model, optimizer = pagoda.wrap(
+        recipe.build(), pagoda.AdamW(), memory=memory(LOOKED_UP, tmp_path, recipe), precision="bf16"
+    )
     weight = model.get_input_embeddings().weight
     twos = torch.full(weight.shape, 2.0)
     with pagoda.gathered(weight, modify=True), torch.no_grad():
@@ -222,7 +224,7 @@ def test_training_agrees_with_the_cpu_within_rounding(
 def test_while_all_weights_are_resident_forwards_have_the_same_bits(placement: str, tmp_path: Path) -> None:
     recipe = Recipe("llama")
     place = replace(memory(placement, tmp_path, recipe), device="64MiB")
-    model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=place)
+    model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=place, precision="bf16")
     inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
     for _ in range(2):
         loss_of(model(**inputs)).backward()
@@ -247,7 +249,7 @@ def test_a_device_budget_that_is_too_small_is_refused_before_anything_is_taken(t
     before = allocated_at_rest()  # what earlier tests have left
     small = pagoda.Memory(device=str(PAGE), host="64MiB", page_size=PAGE, unit_limit=UNIT_LIMIT)
     with pytest.raises(pagoda.BudgetError) as refused:
-        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=small)
+        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=small, precision="bf16")
     assert refused.value.tier == "device"
     assert torch.cuda.memory_allocated() == before
 
@@ -260,7 +262,7 @@ def test_fifty_steps_take_no_memory_that_the_first_did_not(placement: str, tmp_p
     recipe = Recipe("llama")
     model = recipe.build()
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(), memory=memory(placement, tmp_path, recipe), clip_grad_norm=1.0
+        model, pagoda.AdamW(), memory=memory(placement, tmp_path, recipe), clip_grad_norm=1.0, precision="bf16"
     )
     inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
     allocated, asked = [], []
@@ -285,7 +287,7 @@ def test_peak_memory_of_the_device_is_the_plans_pages_and_activations(tmp_path: 
     recipe = Recipe("llama")
     before = allocated_at_rest()
     model = recipe.build()
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory(BOTH, tmp_path, recipe))
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory(BOTH, tmp_path, recipe), precision="bf16")
     taken = torch.cuda.memory_allocated() - before
     planned = pagoda.plan_of(model).peak_bytes["device"]
     placeholders = 512 * (len(list(model.parameters())) + len(list(model.buffers())) + 64)
@@ -296,7 +298,7 @@ def test_peak_memory_of_the_device_is_the_plans_pages_and_activations(tmp_path: 
 def test_a_profile_names_what_pagoda_does(tmp_path: Path) -> None:
     recipe = Recipe("llama")
     model = recipe.build()
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory(BOTH, tmp_path, recipe))
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory(BOTH, tmp_path, recipe), precision="bf16")
     inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
     everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -103,7 +103,7 @@ def test_a_device_without_room_for_the_ring_is_refused() -> None:
     roomy = memory(recipe, 1.0)
     tight = replace(roomy, device=f"cpu:{int(roomy.device[4:]) - PAGE}")
     with pytest.raises(pagoda.BudgetError, match=r"split\.device_update_share") as refused:
-        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=tight)
+        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=tight, precision="bf16")
     assert refused.value.tier == "device"
     assert refused.value.needed_bytes == int(roomy.device[4:])
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_resumes_in_ram(tmp_
     recipe = Recipe("llama")
 
     def losses(where: pagoda.Memory, resume: Path | None, save: Path | None) -> list[float]:
-        model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(lr=1e-2), memory=where)
+        model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(lr=1e-2), memory=where, precision="bf16")
         generator = torch.Generator().manual_seed(1)
         batches = [batch(recipe.model, generator) for _ in range(6)]
         if resume is not None:
@@ -272,7 +272,7 @@ def test_a_plan_by_itself_never_moves_them_to_the_device() -> None:
     recipe = Recipe("llama", rule=WHOLE["muon"])
     small = replace(memory(recipe, 1.0, homes=0.6, host=int(states_of(recipe) * 0.7)), split=None)
     with pytest.raises(pagoda.BudgetError):
-        pagoda.wrap(recipe.build(), recipe.rule, memory=small)
+        pagoda.wrap(recipe.build(), recipe.rule, memory=small, precision="bf16")
 
 
 def test_layers_of_which_a_small_part_is_trained_live_on_a_device_that_cannot_lease_all() -> None:

@@ -91,7 +91,7 @@ def test_what_a_forked_process_does_to_its_copy_is_nothing_to_the_one_that_train
     outcomes = []
     for forks in (True, False):
         torch.manual_seed(0)
-        model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=on_ssd(tmp_path))
+        model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=on_ssd(tmp_path), precision="bf16")
 
         def leave(model: nn.Module = model, optimizer: PagedOptimizer = optimizer) -> None:
             if end == "close":
@@ -179,7 +179,7 @@ def test_a_process_forked_from_one_that_trains_can_use_a_model_of_its_own(wrap: 
     model, optimizer = wrap(Layers())
 
     def use() -> None:
-        own, its = pagoda.wrap(Layers(), pagoda.AdamW(), memory=on_ssd(tmp_path))
+        own, its = pagoda.wrap(Layers(), pagoda.AdamW(), memory=on_ssd(tmp_path), precision="bf16")
         with its, torch.no_grad():
             loss_of_layers(own)
             assert set(own.state_dict()) == set(Layers().state_dict())

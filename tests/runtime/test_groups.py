@@ -191,7 +191,7 @@ def test_groups_that_cannot_be_meant_are_refused_before_anything_is_placed(wrap:
     model = layers()
     for groups, message in BAD_GROUPS.values():
         with pytest.raises(pagoda.ConfigError, match=message):
-            pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, param_groups=groups(model))
+            pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, param_groups=groups(model), precision="bf16")
     wrap(model)
 
 

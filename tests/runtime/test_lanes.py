@@ -165,9 +165,9 @@ def test_an_engine_closes_while_fetches_are_on_their_way(tmp_path: Path, monkeyp
     settings = {"device": "cpu:8MiB", "ssd": str(tmp_path), "unit_limit": "140KiB", "page_size": 4096}
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
     with pytest.raises(pagoda.BudgetError) as refused:
-        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host=4096, **settings))
+        pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host=4096, **settings), precision="bf16")
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(), memory=pagoda.Memory(host=refused.value.needed_bytes, **settings)
+        model, pagoda.AdamW(), memory=pagoda.Memory(host=refused.value.needed_bytes, **settings), precision="bf16"
     )
     model(torch.ones(2, 256, dtype=torch.bfloat16)).float().sum().backward()
     monkeypatch.setattr(Store, "load", slow)

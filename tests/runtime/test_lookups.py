@@ -44,7 +44,9 @@ def arena(**settings: Any) -> pagoda.Memory:
 
 def wrapped(memory: pagoda.Memory, **settings: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    return pagoda.wrap(Classifier(), pagoda.AdamW(lr=1e-2, weight_decay=0.1), memory=memory, **settings)
+    return pagoda.wrap(
+        Classifier(), pagoda.AdamW(lr=1e-2, weight_decay=0.1), memory=memory, **{"precision": "bf16", **settings}
+    )
 
 
 def steps(model: nn.Module, optimizer: Any, first: int, stop: int) -> list[float]:
@@ -100,7 +102,7 @@ def test_an_embedding_keeps_its_buffers_hooks_and_frozen_weights() -> None:
         model, seen = Classifier(), []
         model.embed = Scaled().requires_grad_(False)
         model.embed.register_forward_hook(lambda _module, _given, rows: seen.append(rows.numel()))
-        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory)
+        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, precision="bf16")
         figures = steps(model, optimizer, 0, 2)
         optimizer.close()
         return figures, sum(seen)
@@ -134,7 +136,9 @@ class OfLayers(nn.Module):
 def test_embeddings_inside_layers_are_looked_up_again_when_backward_recomputes_them() -> None:
     def run(memory: pagoda.Memory) -> list[float]:
         torch.manual_seed(0)
-        model, optimizer = pagoda.wrap(OfLayers(), pagoda.AdamW(lr=1e-2), memory=memory, activations="recompute")
+        model, optimizer = pagoda.wrap(
+            OfLayers(), pagoda.AdamW(lr=1e-2), memory=memory, activations="recompute", precision="bf16"
+        )
         tables = [unit.module for unit in pagoda.plan_of(model).units if unit.on_host]
         assert tables == ([] if memory is RAM else [f"layers.{index}.table" for index in range(3)])
         figures = steps(model, optimizer, 0, 2)
@@ -173,7 +177,7 @@ def test_what_the_cpu_cannot_look_up_is_refused_by_name(
 ) -> None:
     in_tiles = None if tiles is None else pagoda.Tiles(tile_limit=tiles)
     with pytest.raises(pagoda.ConfigError, match=why):
-        pagoda.wrap(model(), pagoda.AdamW(), memory=memory, tiles=in_tiles)
+        pagoda.wrap(model(), pagoda.AdamW(), memory=memory, tiles=in_tiles, precision="bf16")
 
 
 def test_a_device_too_small_for_an_embedding_that_must_be_there_refuses_it() -> None:
@@ -184,5 +188,5 @@ def test_a_device_too_small_for_an_embedding_that_must_be_there_refuses_it() -> 
             self.again.weight = self.embed.weight
 
     with pytest.raises(pagoda.BudgetError) as refused:
-        pagoda.wrap(Tied(), pagoda.AdamW(), memory=arena())
+        pagoda.wrap(Tied(), pagoda.AdamW(), memory=arena(), precision="bf16")
     assert refused.value.tier == "device"

@@ -201,7 +201,7 @@ REFUSED: tuple[tuple[Callable[[], Any], str], ...] = (
 def test_models_that_would_train_otherwise_than_in_torch_are_refused() -> None:
     for build, message in REFUSED:
         with pytest.raises(pagoda.ConfigError, match=message):
-            pagoda.wrap(build(), pagoda.AdamW(), memory=RESIDENT)
+            pagoda.wrap(build(), pagoda.AdamW(), memory=RESIDENT, precision="bf16")
 
 
 # --- what would be lost, or run wrongly ---------------------------------------------------------------------
@@ -237,39 +237,37 @@ class Routed(nn.Module):
         return self.router(hidden.to(self.router.weight.dtype)).float().square().mean()
 
 
-def test_a_model_that_mixes_dtypes_is_refused_by_name(wrap: Wrap) -> None:
-    """And one of one dtype, whichever, is taken without a word."""
-    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+def test_an_explicit_precision_converts_a_model_that_mixes_dtypes_and_says_so(wrap: Wrap) -> None:
+    """And one of one dtype, whichever, without a word. A trained parameter in fp32 keeps its master."""
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         model = Routed()
-        message = rf"'layer\.weight' in torch\.bfloat16 and 'router\.weight' in torch\.float32.*{dtype}.*model\.float"
-        with pytest.raises(pagoda.ConfigError, match=message):
-            wrap(model, precision=precision)
-        assert (model.layer.weight.dtype, model.router.weight.dtype) == (torch.bfloat16, torch.float32)
-        for precision in ("bf16", "fp32"):
+        start = model.router.weight.detach().to(dtype)
+        message = rf"'layer\.weight' in torch\.bfloat16 and 'router\.weight' in torch\.float32.*to {dtype}.*[Ww]ithout"
+        with pytest.warns(UserWarning, match=message):
+            model, optimizer = wrap(model, precision=precision)
+        assert {param.dtype for param in model.parameters()} == {dtype}
+        assert torch.equal(model.state_dict()["router.weight"], start)
+        model(torch.ones(2, 16)).backward()
+        optimizer.step()
+        assert not torch.equal(model.state_dict()["router.weight"], start)
+        for own in (torch.bfloat16, torch.float32, torch.float16):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                model, optimizer = wrap(Routed().to(dtype), precision=precision)
+                model, optimizer = wrap(Routed().to(own), precision=precision)
             model(torch.ones(2, 16)).backward()
             optimizer.step()
-    with pytest.raises(pagoda.ConfigError, match="mixes dtypes"):
-        wrap(nn.Sequential(Routed().requires_grad_(False), nn.Linear(4, 4)))
-    stored = nn.Linear(4, 4).requires_grad_(False).to(torch.float8_e4m3fn)
-    with pytest.raises(pagoda.ConfigError, match=r"'0\.weight' in torch\.float8_e4m3fn.*torchao.*Float8WeightOnly"):
-        wrap(nn.Sequential(stored, nn.Linear(4, 4)))
 
 
-def test_adapters_in_fp32_over_frozen_weights_in_bf16_train_and_are_told_of_their_dtype(wrap: Wrap) -> None:
-    """What peft makes over a model in bf16."""
-    model = Routed()
-    model.layer.requires_grad_(False)
-    start = model.router.weight.detach().bfloat16()
-    message = r"'layer\.weight' in torch\.bfloat16 and 'router\.weight'.*all of them in torch\."
-    with pytest.warns(UserWarning, match=message):
-        model, optimizer = wrap(model)
-    assert torch.equal(model.state_dict()["router.weight"], start)
-    model(torch.ones(2, 16)).backward()
+def test_dtypes_in_which_pagoda_does_not_compute_are_refused_by_name(wrap: Wrap) -> None:
+    with pytest.raises(pagoda.ConfigError, match=r"'weight' in torch\.float64.*precision.*model\.float"):
+        wrap(nn.Linear(4, 4).double(), precision=None)
+    model, optimizer = wrap(nn.Linear(4, 4).double(), precision="fp32")
+    model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    assert not torch.equal(model.state_dict()["router.weight"], start)
+    stored = nn.Linear(4, 4).requires_grad_(False).to(torch.float8_e4m3fn)
+    for precision in ("bf16", None):
+        with pytest.raises(pagoda.ConfigError, match=r"'0\.weight' in torch\.float8_e4m3fn.*torchao.*Float8WeightOnly"):
+            wrap(nn.Sequential(stored, nn.Linear(4, 4)), precision=precision)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

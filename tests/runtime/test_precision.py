@@ -121,6 +121,26 @@ def test_gradients_are_accumulated_in_the_dtype_asked_for(numbers: str, wrap: Wr
     assert optimizer.stats.grad_norm == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_trains_in_its_own_dtype_unless_a_precision_is_given(dtype: torch.dtype) -> None:
+    """With the losses of the loop before: those of plain PyTorch, where its arithmetic is the same."""
+    model, optimizer = pagoda.wrap(layers().to(dtype), pagoda.AdamW(lr=1e-2), memory=RESIDENT)
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    assert optimizer.scales_loss == (dtype is torch.float16)
+    plain = layers().to(dtype)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    losses = []
+    for seed in range(4 if dtype is torch.float32 else 1):
+        for module, stepped in ((model, optimizer), (plain, theirs)):
+            loss = module(inputs(seed), [0, 1, 2])
+            optimizer.scale(loss).backward() if stepped is optimizer else loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+            losses.append(loss.item())
+    assert losses[::2] == pytest.approx(losses[1::2], rel=1e-5)
+    optimizer.close()
+
+
 def test_norms_of_groups_add_up_to_the_norm(wrap: Wrap) -> None:
     model, plain = layers(), layers()
     groups = [{"params": layer.parameters()} for layer in model.get_submodule("layers")]

@@ -160,11 +160,11 @@ def test_what_cannot_be_run_with_a_rule_is_refused(tmp_path: Path) -> None:
     rule, model = WHOLE["muon"], RECIPE.build()
     memory = squeeze(model, ALL_ON_SSD, tmp_path, rule=rule, max_staleness=1, clipping=False)
     with pytest.raises(pagoda.ConfigError, match="Muon needs every weight in RAM"):
-        pagoda.wrap(model, rule, memory=memory, update="async")
+        pagoda.wrap(model, rule, memory=memory, update="async", precision="bf16")
     with pytest.raises(pagoda.ConfigError, match=r"pagoda.Optim\(torch.optim.Adagrad"):
-        pagoda.wrap(matrices(), torch.optim.Adagrad, memory=RESIDENT)
+        pagoda.wrap(matrices(), torch.optim.Adagrad, memory=RESIDENT, precision="bf16")
     with pytest.raises(pagoda.ConfigError, match="only supports 2D"):
-        pagoda.wrap(nn.Linear(4, 4), pagoda.Optim(torch.optim.Muon), memory=RESIDENT)
+        pagoda.wrap(nn.Linear(4, 4), pagoda.Optim(torch.optim.Muon), memory=RESIDENT, precision="bf16")
 
 
 # --- classes that count in the group, and have other weights in evaluation -------------------------------------

@@ -190,7 +190,11 @@ def test_checkpoints_of_before_and_after_resume_anywhere(wait: bool, tmp_path: P
     assert set(said) == {2}
     for step, where in product((1, 3), (RESIDENT, replace(memory, adapt_after=1))):
         model, optimizer = pagoda.wrap(
-            recipe.build(), pagoda.AdamW(lr=1e-2, weight_decay=0.1), memory=where, clip_grad_norm=recipe.clip
+            recipe.build(),
+            pagoda.AdamW(lr=1e-2, weight_decay=0.1),
+            memory=where,
+            clip_grad_norm=recipe.clip,
+            precision="bf16",
         )
         optimizer.load_checkpoint(tmp_path / f"step-{step}")
         generator = torch.Generator().manual_seed(1)
@@ -229,4 +233,4 @@ def test_a_scheduler_that_was_given_other_homes_replays(tmp_path: Path, monkeypa
 
 def test_asynchronous_updates_whose_lag_a_move_would_change_are_refused() -> None:
     with pytest.raises(pagoda.ConfigError, match="asynchronous updates"):
-        pagoda.wrap(Recipe("plain").build(), pagoda.AdamW(), memory=adapting(), update="async")
+        pagoda.wrap(Recipe("plain").build(), pagoda.AdamW(), memory=adapting(), update="async", precision="bf16")

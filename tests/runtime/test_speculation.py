@@ -309,6 +309,7 @@ def speculating(memory: pagoda.Memory) -> tuple[nn.Module, PagedOptimizer]:
         clip_grad_norm=LIMIT,
         accumulation_steps=1,
         update=pagoda.Updates(speculate=True),
+        precision="bf16",
     )
 
 

@@ -64,7 +64,9 @@ def memory(placement: str, directory: Path) -> pagoda.Memory:
 
 def wrapped(model: nn.Module, placement: str, directory: Path, clip: float | None) -> PagedOptimizer:
     where = memory(placement, directory)
-    return pagoda.wrap(model, AdamW(lr=1e-3), memory=where, clip_grad_norm=clip, accumulation_steps=1)[1]
+    return pagoda.wrap(
+        model, AdamW(lr=1e-3), memory=where, clip_grad_norm=clip, accumulation_steps=1, precision="bf16"
+    )[1]
 
 
 def steps(model: nn.Module, optimizer: PagedOptimizer, loss: Step, count: int) -> None:
@@ -204,7 +206,7 @@ def test_what_is_moved_is_what_is_planned(place: str, mode: ActivationMode, tmp_
     root = describe(model)
     away = {"device": "cpu:160KiB"} if place == HOST else {"ssd": str(tmp_path)}
     memory = pagoda.Memory(host="64MiB", **away, page_size=4096, unit_limit="48KiB")
-    _, optimizer = pagoda.wrap(model, rule, memory=memory, accumulation_steps=1, activations=mode)
+    _, optimizer = pagoda.wrap(model, rule, memory=memory, accumulation_steps=1, activations=mode, precision="bf16")
     with optimizer:
         spans = recorded(model, optimizer, before=2, count=1)
         live = pagoda.plan_of(model)

@@ -8,10 +8,12 @@ import pytest
 from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.forecast import forecast
-from pagoda.forecast.machine import find_machine_for
+from pagoda.forecast.machine import find_machine_for, with_precision
 from pagoda.forecast.search import USUAL
 from pagoda.mesh.mesh import open_mesh
-from pagoda.simulate.hardware import hardware_file, write_hardware
+from pagoda.optim.rule import DTYPES
+from pagoda.simulate.hardware import Hardware, hardware_file, write_hardware
+from pagoda.simulate.machines import find_machine
 from pagoda.train import TrainConfig
 from pagoda.train.choice import plan_config, precision_hint
 from pagoda.train.metrics import read_metrics
@@ -65,6 +67,28 @@ def test_a_machine_that_has_not_been_measured_takes_the_usual_plan_and_is_told_w
     assert "no search" in shown
     assert "calibrate with --ssd" in shown
     assert result.plan.options.unit_limit is None
+
+
+def test_a_command_without_a_precision_takes_what_the_hardware_multiplies_fast_and_says_why(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And `pagoda plan` takes the same, for another machine too."""
+    for slowdown, precision in ((0.5, "bf16"), (1.0, "bf16"), (1.2, "fp32")):
+        monkeypatch.setattr("pagoda.calibrate.matmul.cpu_slowdown", lambda dtype, slowdown=slowdown: slowdown)
+        result, shown = trained(replace(config, precision=None, out=tmp_path / str(slowdown)))
+        assert f"Chosen: --precision {precision}: this CPU multiplies" in shown
+        assert result.plan.layout.weight.dtype is DTYPES[precision]
+    for hardware, precision in ((SMALL, "bf16"), (find_machine("rtx4090"), "bf16"), (slower_in_bf16(SMALL), "fp32")):
+        planned, why = with_precision(replace(plan_config(config, open_mesh()), precision=None), hardware)
+        assert planned.precision == precision
+        assert all("multiplies" in reason for reason in why)
+
+
+def slower_in_bf16(hardware: Hardware) -> Hardware:
+    """The machine with a CPU that has no instructions for bf16."""
+    rate = replace(hardware.cpu.fp32.reached_flop_per_s, value=hardware.cpu.fp32.reached_flop_per_s.value / 9)
+    slow = replace(hardware.cpu.fp32, reached_flop_per_s=rate)
+    return replace(hardware, device=None, cpu=replace(hardware.cpu, bf16=slow))
 
 
 def test_what_no_plan_can_hold_is_refused_before_anything_is_written(config: TrainConfig) -> None:

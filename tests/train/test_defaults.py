@@ -180,10 +180,12 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
 
 
 def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described = describe_model(PlanConfig(model=str(folder / "random"), seq_len=16), count_flops=False)
+    described = describe_model(
+        PlanConfig(model=str(folder / "random"), seq_len=16, precision="bf16"), count_flops=False
+    )
     one = estimate_activations(described, 16, 2, "recompute").total
     monkeypatch.setattr(defaults, "free_ram", lambda: 4 * one + (1 << 20))
-    asked = TrainConfig(model=str(folder / "random"), seq_len=16, memory=Memory(host="1MiB"))
+    asked = TrainConfig(model=str(folder / "random"), seq_len=16, memory=Memory(host="1MiB"), precision="bf16")
     chosen, (why, _) = defaults._batch(asked, 1, 1e9)
     assert chosen.batch_size == 1, "a second sequence would fit if malloc kept nothing"
     assert why.endswith("with what malloc keeps")
@@ -193,7 +195,7 @@ def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monk
 
 def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path) -> None:
     model, batch = "gpt-12x256", 64
-    described = describe_model(PlanConfig(model=model, seq_len=16), count_flops=False)
+    described = describe_model(PlanConfig(model=model, seq_len=16, precision="bf16"), count_flops=False)
 
     def takes(mode: ActivationMode) -> int:
         return estimate_activations(described, batch * 16, 2, mode).total
@@ -201,7 +203,7 @@ def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path)
     between = (takes("recompute") + takes("recompute+offload")) // 2
     for room, offloads in ((between, True), (2 * takes("recompute"), False)):
         memory = Memory(host="1MiB", ssd=str(tmp_path), activations=room)
-        asked = TrainConfig(model=model, seq_len=16, batch_size=batch, memory=memory)
+        asked = TrainConfig(model=model, seq_len=16, batch_size=batch, memory=memory, precision="bf16")
         estimate = defaults._Estimate.of_run(asked)
         chosen, reasons = defaults._with_activations(asked, batch, estimate)
         assert chosen.activations == ("recompute+offload" if offloads else "recompute")

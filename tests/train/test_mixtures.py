@@ -81,7 +81,7 @@ def loss_in_transformers(exported: Path, config: TrainConfig, step: int, pairs: 
     ("model", "expert_parallel"), [("mixtral-15m", 1), ("mixtral-15m", 4), ("qwen3-moe-15m", 4), ("t5-moe-15m", 4)]
 )
 def test_what_is_planned_is_what_is_trained(model: str, expert_parallel: int) -> None:
-    config = PlanConfig(model=model, batch_size=2, seq_len=64, expert_parallel=expert_parallel)
+    config = PlanConfig(model=model, batch_size=2, seq_len=64, expert_parallel=expert_parallel, precision="bf16")
     described = describe_model(config)
     with torch.device("meta"):
         built = build_model(model, seq_len=64)

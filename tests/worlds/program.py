@@ -143,7 +143,11 @@ class Program:
             memory = self._memory(sizes, split if tries < 10 else None)
             try:
                 self.model, self.optimizer = pagoda.wrap(
-                    self.model, rule, memory=memory, mesh=self.world.mesh(self.rank), **settings
+                    self.model,
+                    rule,
+                    memory=memory,
+                    mesh=self.world.mesh(self.rank),
+                    **{"precision": "bf16", **settings},
                 )
                 break
             except BudgetError as error:
