@@ -1,5 +1,6 @@
 """A unit of the live model: its parameters, their placeholders between uses, and its counters."""
 
+import sys
 from typing import Any
 
 import torch
@@ -98,8 +99,9 @@ class LiveUnit:
         self.params = params
         self.active = 0
         """Number of running forwards of this unit's modules. Above zero, the lease is pinned."""
-        self.packed = 0
-        """Number of references to the weights in autograd graphs. Above zero, a backward may still read them."""
+        self.pack = object()
+        """Held by every reference to the weights in an autograd graph."""
+        self._unpacked = sys.getrefcount(self.pack)
         self.used = False
         """True if a graph may give the unit a gradient since its gradients were last cleared."""
         self.updated = False
@@ -139,6 +141,24 @@ class LiveUnit:
     @property
     def index(self) -> int:
         return self.spec.index
+
+    @property
+    def packed(self) -> bool:
+        """Whether autograd graphs have references to the weights, so that a backward may still read them. References
+        are counted by Python itself: in a `__del__`, an exception of a signal's handler would be lost."""
+        return sys.getrefcount(self.pack) > self._unpacked
+
+    def begin_anew(self) -> None:
+        """Nothing uses the unit."""
+        self.active, self.used, self.updated, self.fetch_error = 0, False, False, None
+        self.pack = object()
+        self.marked.clear()
+        self.gathered.clear()
+        self._versions.clear()
+        for slot, param in enumerate(self.params):
+            param.grad = None
+            param.__dict__.pop("_data_given", None)
+            self.hide_slot(slot)
 
     def name(self, slot: int) -> str:
         """Qualified name of a parameter."""
