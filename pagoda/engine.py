@@ -310,10 +310,7 @@ class Engine:
                 self.accesses.drain()
         if self.accesses.stopped:
             self._begin_anew()
-        if self.damage.cause is not None:
-            self.stepper.drop_step()
-        else:
-            self.stepper.zero_grad()
+        self.stepper.drop_step()
         self.accesses.agree("loading a checkpoint")
         self.accesses.wait_until_idle()  # what that has undone must have ended before states change
         self.saver.settle()

@@ -352,9 +352,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote, whatever tiers this optimizer uses. Returns `extra`.
 
-        Raises CheckpointError if the directory is incomplete or has another model, and, like `save_checkpoint`,
-        UsageError between backward and `step()` if units are updated during backward. Gradients that no `step()` has
-        consumed are dropped.
+        Raises CheckpointError if the directory is incomplete or has another model. The step that has begun is dropped,
+        with its gradients and with updates during backward. It also loads after an exception, as that of Ctrl-C, that
+        left states damaged.
         """
         self._in_model.check()
         self._engine.active_forwards.check_not_resident("load_checkpoint()")

@@ -206,7 +206,7 @@ class Stepper:
         self._clear_step()
 
     def drop_step(self) -> None:
-        """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
+        """Forget the step that has begun, which no `step()` will end, with what it has updated."""
         self.updates_have_begun()  # references that have gone may let one more begin
         for unit in self._units:
             unit.updated = False

@@ -1,6 +1,8 @@
 """A unit of the live model: its parameters, their placeholders between uses, and its counters."""
 
 import sys
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,6 +88,16 @@ def successor(param: nn.Parameter, values: torch.Tensor, name: str) -> nn.Parame
     return made
 
 
+@dataclass(eq=False)
+class Gathered:
+    """A real tensor that a block of `gathered` has given to a parameter."""
+
+    hash: int
+    """Of the values that pages have."""
+    block: threading.Lock
+    """Held inside the block."""
+
+
 class LiveUnit:
     """The parameters of one unit, in the order of its slots.
 
@@ -108,9 +120,7 @@ class LiveUnit:
         """True between an update during backward and `step()`."""
         self.fetch_error: BaseException | None = None
         """Why the weights did not come since compute last asked for them."""
-        self.gathered: dict[int, int] = {}
-        """Slots whose parameters hold real tensors because the user asked for it -> hash of the values that pages
-        have."""
+        self._gathered: dict[int, Gathered] = {}
         self.trainable = sum(slot.param.trainable for slot in spec.slots)
         """Number of slots with optimizer state and a gradient extent. They come first. Some may be frozen now."""
         self.grouped = set(range(self.trainable))
@@ -148,12 +158,24 @@ class LiveUnit:
         are counted by Python itself: in a `__del__`, an exception of a signal's handler would be lost."""
         return sys.getrefcount(self.pack) > self._unpacked
 
+    @property
+    def gathered(self) -> "dict[int, Gathered]":
+        """Slots whose parameters hold real tensors because the user asked for it."""
+        for slot in [slot for slot, copy in self._gathered.items() if not copy.block.locked()]:
+            self.give_back(slot)  # an exception, as that of Ctrl-C, has cut off the end of the block
+        return self._gathered
+
+    def give_back(self, slot: int) -> None:
+        """A parameter is no longer gathered."""
+        self.hide_slot(slot)
+        self._gathered.pop(slot, None)
+
     def begin_anew(self) -> None:
         """Nothing uses the unit."""
         self.active, self.used, self.updated, self.fetch_error = 0, False, False, None
         self.pack = object()
         self.marked.clear()
-        self.gathered.clear()
+        self._gathered.clear()
         self._versions.clear()
         for slot, param in enumerate(self.params):
             param.grad = None
