@@ -155,23 +155,27 @@ class Engine:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def step(self, late: bool = True) -> None:
-        """Queue every update whose gradients have arrived. Updates run ahead of the next forward. `late`: whether that
-        forward may begin before asynchronous updates have ended."""
+    def step(self, ended: Callable[[], None] = lambda: None, late: bool = True) -> None:
+        """Queue every update whose gradients have arrived. Updates run ahead of the next forward. `ended` is called as
+        a part of the step. `late`: whether that forward may begin before asynchronous updates have ended."""
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         self.active_forwards.check_not_resident("optimizer.step()")  # before it waits for the end of that block
-        with self.active_forwards.alone(), self.accesses.turn, as_plain():  # it asks each parameter for its gradient
+        with self.active_forwards.alone(), as_plain():  # it asks each parameter for its gradient
             self.accesses.check_usable()
             self.check_not_gathered("optimizer.step()")
-            scale = self.stepper.scaler.scale
-            norms = self.stepper.step(late)
-            replanned = self._follow_trace()
-            self.accesses.end_step()
-            self._step += 1
-            self._take_stats(norms, scale, replanned)
-            if self._second is not None and self._needs is not None:
-                self._place_again(self._second, self._needs)
+            self.accesses.turn.run(self._take_step, ended, late)
+
+    def _take_step(self, ended: Callable[[], None], late: bool) -> None:
+        scale = self.stepper.scaler.scale
+        norms = self.stepper.step(late)
+        replanned = self._follow_trace()
+        self.accesses.end_step()
+        self._step += 1
+        self._take_stats(norms, scale, replanned)
+        if self._second is not None and self._needs is not None:
+            self._place_again(self._second, self._needs)
+        ended()
 
     def begin_measuring(self) -> None:
         """Steps begin. What they need beside pages counts from now on."""
@@ -295,16 +299,16 @@ class Engine:
     def replacing(self, late: Late) -> Iterator[None]:
         """Inside, all states are replaced, even if they are damaged. If that fails halfway, they are damaged
         afterwards. `late`: how late the new weights are."""
-        self.accesses.check_open()
-        self.check_not_gathered("optimizer.load_checkpoint()")
-        self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
+        self.accesses.check_not_closed()
+        if not self.accesses.stopped:
+            self.check_not_gathered("optimizer.load_checkpoint()")
+            self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
         if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
-        if self.damage.cause is not None:
-            self.stepper.drop_step()
-        else:
-            self.stepper.zero_grad()
+        if self.accesses.stopped:
+            self._begin_anew()
+        self.stepper.drop_step()
         self.accesses.agree("loading a checkpoint")
         self.accesses.wait_until_idle()  # what that has undone must have ended before states change
         self.saver.settle()
@@ -317,6 +321,27 @@ class Engine:
         self.accesses.wait_until_idle()
         self.accesses.tell(self.scheduler.restored, *late)
         self.damage.cause = None
+
+    def _begin_anew(self) -> None:
+        """An exception, as of Ctrl-C, has left an event of training half done. Keep the memory, and begin everything
+        else anew. States have no values afterwards."""
+        if self.rank_group is not None:
+            raise StorageError(
+                "An event of training was cut off, which other ranks do not know: start all ranks again."
+            )
+        self._threads.settle(self._executor)
+        self._executor.let_go()
+        self.store.begin_anew()
+        self.scheduler.begin_anew(schedule_plan(self.plan))
+        self._executor.begin_anew()
+        for part in (self.gradients, self.leases, self._threads.updates):
+            part.take_memory()
+        for unit in self.units:
+            unit.begin_anew()
+        self.active_forwards.begin_anew()
+        self.accesses.begin_anew()
+        self.stepper.begin_anew()
+        self._speculations = 0, 0
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
@@ -382,6 +407,9 @@ class Engine:
         self.accesses.closed = True
         _OPEN.discard(self)
         self._dropped.detach()
+        if self.accesses.stopped:
+            self._threads.settle(self._executor)
+            self._threads.updates.take_memory()
         with ExitStack() as stack:
             stack.callback(give_back, self._executor, self.store)
             stack.callback(self.graphs.offloader.close)

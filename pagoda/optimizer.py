@@ -117,12 +117,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         after = [self._engine.rule.after_step(group) for group in self.param_groups]
         steps = [step for unit in self._engine.units for step in unit.steps] if self._sync_steps else [0]
         waits = max(steps) < self._sync_steps
-        self._engine.step(late=not waits)
-        if waits:
-            self.drain()
-        if self.stats.grad_norm is not None:
-            for group, changed in zip(self.param_groups, after, strict=True):
-                group.update(changed)
+
+        def ended() -> None:
+            if waits:
+                self.drain()
+            if self.stats.grad_norm is not None:
+                for group, changed in zip(self.param_groups, after, strict=True):
+                    group.update(changed)
+
+        self._engine.step(ended, late=not waits)
         if self.stats.grad_norm is None and not self.stats.skipped and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             warnings.warn(
@@ -164,11 +167,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true. With several
         ranks, all call it equally often in a step."""
         self._engine.accesses.check_open()
-        with self._engine.accesses.turn, as_plain():
-            self._engine.stepper.zero_grad()
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.grad = None
+        with as_plain():
+            self._engine.accesses.turn.run(self._zero_grad)
+
+    def _zero_grad(self) -> None:
+        self._engine.stepper.zero_grad()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the global 2-norm of this step's gradients. Returns the norm before clipping, as torch's function does.
@@ -318,7 +324,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._in_model.check()
         with self._saving:
             self.wait_for_checkpoint()
-            with self._engine.alone(), self._engine.accesses.turn:
+            with self._engine.alone():
                 self._snapshot.save(path, named(self.param_groups), extra or {}, old, on_error)
             if wait:
                 self.wait_for_checkpoint()
@@ -346,9 +352,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote, whatever tiers this optimizer uses. Returns `extra`.
 
-        Raises CheckpointError if the directory is incomplete or has another model, and, like `save_checkpoint`,
-        UsageError between backward and `step()` if units are updated during backward. Gradients that no `step()` has
-        consumed are dropped.
+        Raises CheckpointError if the directory is incomplete or has another model. The step that has begun is dropped,
+        with its gradients and with updates during backward. It also loads after an exception, as that of Ctrl-C, that
+        left states damaged.
         """
         self._in_model.check()
         self._engine.active_forwards.check_not_resident("load_checkpoint()")

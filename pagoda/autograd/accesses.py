@@ -4,18 +4,20 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
-from pagoda.errors import BudgetError, UsageError
+from pagoda.errors import BudgetError, PagodaError, UsageError
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.ranks.rank_group import RankGroup
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Damage, Executor
+from pagoda.runtime.driver import Driver
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Fetcher, LeasedWeights
 from pagoda.runtime.meter import StepMeter
@@ -26,28 +28,83 @@ from pagoda.schedule.served import Served
 
 LET_UPDATES_WAIT = "leave out wrap(accumulation_steps=...) (in a Trainer: Paging(backward_passes=None))"
 """How a user keeps units from being updated during backward."""
-_ENDED_A_WAIT = "It ended a wait of Pagoda's, and left nothing half done."
+CUT_OFF = "an exception, perhaps that of Ctrl-C, came in the middle of an event of training"
+_Result = TypeVar("_Result")
 
 
 class Turn:
-    """A lock that a thread may hold several times. Inside, an event of compute changes several things.
+    """Gives compute and other threads turns. In a turn, an event of compute changes several things.
 
-    Python raises KeyboardInterrupt between any two instructions. One that left half of an event behind damages the
-    training state, because no later step could be right.
+    Python runs a signal's handler, which may raise, between any two instructions. An exception that left half of an
+    event behind damages the training state, because no later step could be right, and stops the driver. So `half_done`
+    is set before an event changes anything, and unset at its end: nothing needs to run in between to notice.
+
+    Locks are entered by `with` and without Python code, or an exception could come between the lock and the block.
     """
 
-    def __init__(self, damage: Damage) -> None:
+    def __init__(self, driver: Driver) -> None:
         self.lock = threading.RLock()
-        """For turns that change nothing, or that note damage themselves."""
-        self._damage = damage
+        """Held for a turn."""
+        self._driver = driver
+        self._inside = threading.Lock()
+        """Held inside an event, by the thread that holds `lock`."""
+        self.half_done = False
+        """Whether an exception would now leave half of an event behind, or one has."""
 
-    def __enter__(self) -> None:
-        self.lock.acquire()
+    def run(self, event: Callable[..., _Result], *arguments: Any) -> _Result:
+        """An event, which may be a part of another one. An error that Pagoda raises on purpose leaves nothing half
+        done, and neither does one that comes while `waiting`."""
+        with self.lock:
+            if self._inside.locked():
+                return self._run(event, *arguments)
+            with self._inside:
+                if self.half_done:  # an exception came where not even its handler could run
+                    self.give_up(UsageError(CUT_OFF))
+                try:
+                    result = self._run(event, *arguments)
+                except BaseException as error:
+                    if self.half_done:
+                        self.give_up(error)
+                    raise
+                self.half_done = False
+                return result
 
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, KeyboardInterrupt) and _ENDED_A_WAIT not in getattr(error, "__notes__", ()):
-            self._damage.note(UsageError("Ctrl-C came in the middle of an event of training"))
-        self.lock.release()  # last, because the next thread must find the damage
+    def _run(self, event: Callable[..., _Result], *arguments: Any) -> _Result:
+        before, self.half_done = self.half_done, True
+        try:
+            result = event(*arguments)
+        except (PagodaError, torch.OutOfMemoryError):
+            self.half_done = before
+            raise
+        self.half_done = before
+        return result
+
+    def waiting(self, wait: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Wait for something inside an event, at a point where an exception leaves nothing half done."""
+        before, self.half_done = self.half_done, False
+        result = wait(*arguments)
+        self.half_done = before
+        return result
+
+    def give_up(self, error: BaseException) -> None:
+        """Half of an event was left behind. Nothing is told to the scheduler any more, until a checkpoint replaces all
+        states."""
+        self._driver.stop(error)
+
+    def begin_anew(self) -> None:
+        """Scheduler, driver and everything else have begun anew."""
+        self.half_done = False
+
+
+def event(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """A method of an object with a `turn`, as an event."""
+
+    @wraps(method)
+    def run(self: Any, *arguments: Any) -> _Result:
+        result: _Result = self.turn.run(method, self, *arguments)
+        return result
+
+    return run
 
 
 class Accesses:
@@ -71,7 +128,7 @@ class Accesses:
         rank_group: RankGroup | None,
     ) -> None:
         self.plan = plan
-        self.turn = Turn(executor.damage)
+        self.turn = Turn(executor.driver)
         self._executor = executor
         self._driver = executor.driver
         self._scheduler: Scheduler = executor.driver.scheduler
@@ -94,8 +151,24 @@ class Accesses:
         """With asynchronous updates: the units used in this step."""
 
     def check_open(self) -> None:
-        """Raises UsageError once closed, and in a forked process."""
+        """Raises UsageError once closed, and in a forked process. Raises StorageError if an event was left half
+        done."""
+        self.check_not_closed()
+        if self.stopped:
+            self._executor.damage.check()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether an event was left half done, so that the scheduler cannot go on."""
+        return self._driver.stopped
+
+    def check_not_forked(self) -> None:
+        """Raises UsageError in a forked process."""
         check_not_forked(self._forks)
+
+    def check_not_closed(self) -> None:
+        """Raises UsageError once closed, and in a forked process."""
+        self.check_not_forked()
         if self.closed:
             raise UsageError(
                 "The optimizer is closed, and the states of its model are gone with it. Evaluate the model, and take "
@@ -117,12 +190,15 @@ class Accesses:
             )
         self.check_usable()
         unit.used = True
-        with self.turn:
-            if not self._uses[phase][unit.index]:
-                self._access(unit, phase)
-            lease = self._leases.of(unit)
-            assert lease is not None, "a unit in use keeps its lease"
-            self._uses[phase][unit.index] += 1
+        return self._begin(unit, phase)
+
+    @event
+    def _begin(self, unit: LiveUnit, phase: Phase) -> LeasedWeights:
+        if not self._uses[phase][unit.index]:
+            self._access(unit, phase)
+        lease = self._leases.of(unit)
+        assert lease is not None, "a unit in use keeps its lease"
+        self._uses[phase][unit.index] += 1
         return lease
 
     def begin_forward(self) -> None:
@@ -143,37 +219,37 @@ class Accesses:
         """Whether a unit's weights have a place in compute's memory."""
         return self._leases.of(unit) is not None
 
+    @event
     def end(self, unit: LiveUnit, phase: Phase) -> None:
         """One use of a unit has ended."""
-        with self.turn:
-            self._uses[phase][unit.index] -= 1
-            if not self._uses[phase][unit.index]:
-                self._driver.tell(self._scheduler.release, unit.index)
+        self._uses[phase][unit.index] -= 1
+        if not self._uses[phase][unit.index]:
+            self._driver.tell(self._scheduler.release, unit.index)
 
+    @event
     def read(self, unit: LiveUnit, phase: Phase = Phase.BACKWARD) -> torch.Tensor:
         """A unit's weights for one operation, of backward or outside forwards. They stay in place as long as the tensor
         is kept. It is made before another thread has a turn, so that nothing moves the weights in between."""
-        with self.turn:
-            lease = self.begin(unit, phase)
-            if self._reading == (unit, phase):
-                self._uses[phase][unit.index] -= 1
-            else:
-                self.end_read()
-                self._reading = unit, phase
-            return lease.base.detach()
+        lease = self.begin(unit, phase)
+        if self._reading == (unit, phase):
+            self._uses[phase][unit.index] -= 1
+        else:
+            self.end_read()
+            self._reading = unit, phase
+        return lease.base.detach()
 
+    @event
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Tell the scheduler an event of compute. Compute reads nothing meanwhile."""
-        with self.turn:
-            self.end_read()
-            self._driver.tell(event, *arguments)
+        self.end_read()
+        self._driver.tell(event, *arguments)
 
+    @event
     def end_read(self) -> None:
         """Compute has finished the last read."""
-        with self.turn:
-            reading, self._reading = self._reading, None
-            if reading is not None:
-                self.end(*reading)
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            self.end(*reading)
 
     def _access(self, unit: LiveUnit, phase: Phase) -> None:
         """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
@@ -192,7 +268,7 @@ class Accesses:
                 self._wait(unit)
             lease = self._leases.of(unit)
             if lease is not None and lease.ready is not None and not lease.ready.succeeded:
-                self._device.wait_for(lease.ready.wait_until_issued())
+                self._device.wait_for(self.turn.waiting(lease.ready.wait_until_issued))
         except BaseException:
             self.tell(self._scheduler.release, unit.index)
             raise
@@ -229,16 +305,12 @@ class Accesses:
             return until() or self._scheduler.broken
 
         start = time.perf_counter()
-        try:
-            with labelled(f"pagoda::wait_{lane}"):
-                self._driver.wait(ended, lambda: self._find_way_out(ended, refuse))
-        except KeyboardInterrupt as interrupt:
-            interrupt.add_note(_ENDED_A_WAIT)
-            raise
+        with labelled(f"pagoda::wait_{lane}"):
+            self.turn.waiting(self._driver.wait, ended, lambda: self._find_way_out(ended, refuse))
         self.meter.stalled(lane, time.perf_counter() - start)
         # It may hold no longer: ranks may have added up another gradient since.
         if self._scheduler.broken and not until():
-            self._executor.damage.raise_cause()
+            self.turn.waiting(self._executor.damage.raise_cause)
 
     def agree(self, what: str) -> None:
         """Return when all ranks do the named thing, which changes weights. Raises UsageError if some do another
@@ -253,20 +325,35 @@ class Accesses:
         weights = [scheduler.weights(unit.index) for unit in self.plan.units]
         if not self.closed and any(of.lag if show else of.open or of.closed for of in weights):
             self.agree("applying all asynchronous updates")
-        with self.turn:
-            self._executor.poll()
-            self.tell(scheduler.drain, True, show)
-            try:
-                self.wait(lambda: scheduler.drained, "update")
-            finally:
-                self.tell(scheduler.drain, False)
-            self._executor.updates.drop_ahead()
+        self.turn.run(self._drain, show)
+
+    def _drain(self, show: bool) -> None:
+        scheduler = self._scheduler
+        self._executor.poll()
+        self.tell(scheduler.drain, True, show)
+        try:
+            self.wait(lambda: scheduler.drained, "update")
+        finally:
+            self.tell(scheduler.drain, False)
+        self.turn.waiting(self._executor.updates.drop_ahead)
 
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whether operations succeed or fail."""
         self._executor.poll()
         self._driver.wait(lambda: self._scheduler.idle, lambda: None)
         self._executor.updates.drop_ahead()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether some unit is in use, other than by the last read."""
+        return sum(map(sum, self._uses.values())) > (self._reading is not None)
+
+    def begin_anew(self) -> None:
+        """The scheduler has begun anew, and nothing is in use."""
+        self._uses = {phase: [0] * len(self.plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        self._reading = self._last = None
+        self._used.clear()
+        self.turn.begin_anew()
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler = unit.index, self._scheduler
@@ -277,6 +364,7 @@ class Accesses:
         self.wait(lambda: scheduler.ready(index) or unit.fetch_error is not None, lane, lambda: self._refuse(unit))
         error, unit.fetch_error = unit.fetch_error, None  # its traceback keeps tensors alive
         if error is not None and not scheduler.ready(index):
+            self.turn.half_done = False
             raise error
 
     def _lane_of_fetch(self, unit: LiveUnit) -> str:

@@ -5,13 +5,13 @@ A block of `resident` is like one long forward: it keeps its leases until it end
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from pagoda.autograd.accesses import Accesses
+from pagoda.autograd.accesses import CUT_OFF, Accesses
 from pagoda.autograd.activations.packing import Packing
 from pagoda.errors import UsageError
 from pagoda.parameters.unit import LiveUnit, written_in_forward
@@ -29,6 +29,8 @@ class _Forward:
     """Those of them that it entered only to read a parameter of another module."""
     written: list[str] = field(default_factory=list)
     """Parameters that it has written to."""
+    packs: bool = False
+    """Whether packing began with it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -43,6 +45,8 @@ class ActiveForwards:
     _accesses: Accesses
     _running: list[_Forward] = field(default_factory=list)
     _one_thread: threading.RLock = field(default_factory=threading.RLock)
+    _outermost: threading.Lock = field(default_factory=threading.Lock)
+    """Held during an outermost forward."""
     _resident: set[LiveUnit] = field(default_factory=set)
     """Units that a block of `resident` keeps."""
 
@@ -51,23 +55,16 @@ class ActiveForwards:
         """Whether a forward is running."""
         return bool(self._running)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[object]:
         """Inside, no other thread runs a forward. Waits for the outermost forward of another thread.
 
         A thread that Python did not start is one of autograd's. The thread for which it works waits in backward, and
         may be inside a forward, so there is nothing to wait for.
         """
-        if self.runs_here or isinstance(threading.current_thread(), threading._DummyThread):
-            yield
-            return
-        if not self._one_thread.acquire(blocking=False):
-            self._accesses.check_open()  # the thread that holds it may be one of the process that was forked
-            self._one_thread.acquire()
-        try:
-            yield
-        finally:
-            self._one_thread.release()
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            return nullcontext()
+        self._accesses.check_not_forked()  # the thread that holds it may be one of the process that was forked
+        return self._one_thread
 
     def run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward with `units` leased and their parameters pointing into the leases.
@@ -75,6 +72,23 @@ class ActiveForwards:
         Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
         to transform leases too.
         """
+        with self.alone():
+            if self._outermost.locked() or torch._C._current_graph_task_id() != -1:
+                return self._run(units, call, *args, **kwargs)
+            with self._outermost:
+                self._check_nothing_left()
+                return self._run(units, call, *args, **kwargs)
+
+    def _check_nothing_left(self) -> None:
+        """An exception, as of Ctrl-C, may have come where not even the end of a forward could run."""
+        if self._resident:
+            return
+        self._packing.leave_block()
+        if self._running or self._accesses.in_use or self._packing.is_entered:
+            self._accesses.turn.give_up(UsageError(CUT_OFF))
+            self._accesses.check_open()
+
+    def _run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._resident and torch.is_grad_enabled():
             raise UsageError(
                 "A forward with gradients was called inside `with pagoda.resident(...)`, where no step can be taken: "
@@ -82,7 +96,7 @@ class ActiveForwards:
             )
         if self._resident.issuperset(units) and self.runs_here and self._packing.is_innermost:
             return call(*args, **kwargs)  # what it uses is leased for the forward around it
-        return self._run(units, call, *args, **kwargs)
+        return self._run_alone(units, call, *args, **kwargs)
 
     @contextmanager
     def resident(self, units: Collection[LiveUnit]) -> Iterator[None]:
@@ -97,8 +111,8 @@ class ActiveForwards:
             with torch.no_grad():  # so that its accesses belong to no step
                 self._accesses.end_read()
                 leases.enter_context(self._leased(Phase.FORWARD, new))
-            self._resident |= new
             try:
+                self._resident |= new
                 yield
             finally:
                 self._resident -= new
@@ -119,17 +133,19 @@ class ActiveForwards:
         """
         if not self.runs_here:
             return False
-        forward = self._running[-1]
+        self._accesses.turn.run(self._read, self._running[-1], units)
+        return True
+
+    def _read(self, forward: _Forward, units: Sequence[LiveUnit]) -> None:
         for unit in units:
             self._enter(forward, unit, keep=units)
             forward.read.append(unit)
-        return True
 
     def make_room(self, units: Collection[LiveUnit]) -> None:
         """Hide what running forwards have read, if a function is about to read `units` and may need room for them. So
         nothing that it uses is hidden while it begins."""
         if self.runs_here and (len(units) > 1 or not all(map(self._accesses.is_leased, units))):
-            self._give_back(())
+            self._accesses.turn.run(self._give_back, ())
 
     @contextmanager
     def around_function(self) -> Iterator[None]:
@@ -165,12 +181,8 @@ class ActiveForwards:
         """Whether a forward runs in this thread."""
         return bool(self._running) and self._running[-1].thread == threading.get_ident()
 
-    def _run(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        _refuse_transforms()
-        with self.alone():
-            return self._run_alone(units, call, *args, **kwargs)
-
     def _run_alone(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        _refuse_transforms()
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._running and not in_backward:
             self._accesses.end_read()
@@ -180,21 +192,35 @@ class ActiveForwards:
     @contextmanager
     def _leased(self, phase: Phase, units: Iterable[LiveUnit]) -> Iterator[None]:
         """Inside, a forward runs. Raises UsageError at the end if it has written to a parameter."""
-        starts_packing = self._packing.enter()
-        forward = _Forward(phase)
-        self._running.append(forward)
+        forward, turn = _Forward(phase), self._accesses.turn
         try:
-            for unit in units:
-                self._enter(forward, unit)
+            turn.run(self._open, forward, units)
             yield
         finally:
-            self._running.remove(forward)
-            for unit in forward.entered:
-                self._leave(forward, unit)
-            if starts_packing:
-                self._packing.leave()
+            turn.run(self._close, forward)
         if forward.written:
             raise UsageError(written_in_forward(forward.written[0]))
+
+    def _open(self, forward: _Forward, units: Iterable[LiveUnit]) -> None:
+        forward.packs = self._packing.enter()
+        self._running.append(forward)
+        for unit in units:
+            self._enter(forward, unit)
+
+    def _close(self, forward: _Forward) -> None:
+        """End a forward, and those inside it of which an exception has cut off the end."""
+        while forward in self._running and not self._accesses.stopped:
+            last = self._running.pop()
+            for unit in last.entered:
+                self._leave(last, unit)
+            if last.packs:
+                self._packing.leave()
+
+    def begin_anew(self) -> None:
+        """The scheduler has begun anew. Nothing runs."""
+        self._running.clear()
+        self._resident.clear()
+        self._packing.begin_anew()
 
     def _enter(self, forward: _Forward, unit: LiveUnit, keep: Sequence[LiveUnit] = ()) -> None:
         if unit.gathered:

@@ -186,24 +186,26 @@ class ModelHooks:
                     param.grad = None
 
         def after(_param: torch.Tensor) -> None:
-            with self._engine.accesses.turn:
-                with as_plain():
-                    if not param.requires_grad:
-                        return
-                    adds = is_caught() and accumulate
-                    grad = param.grad
-                    if grad is None:  # a hook of the user's has dropped it, and those before it
-                        unit.marked.discard(slot)
-                        return
-                    if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
-                        param.grad = None
-                        return
-                    if not adds:
-                        unit.markers[slot] = self._marker(unit, slot)
-                    param.grad = unit.markers[slot]
-                    unit.marked.add(slot)
-                    grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
-                self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), adds)
+            self._engine.accesses.turn.run(take)
+
+        def take() -> None:
+            with as_plain():
+                if not param.requires_grad:
+                    return
+                adds = is_caught() and accumulate
+                grad = param.grad
+                if grad is None:  # a hook of the user's has dropped it, and those before it
+                    unit.marked.discard(slot)
+                    return
+                if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
+                    param.grad = None
+                    return
+                if not adds:
+                    unit.markers[slot] = self._marker(unit, slot)
+                param.grad = unit.markers[slot]
+                unit.marked.add(slot)
+                grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
+            self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), adds)
 
         def is_caught() -> bool:
             """Whether `before` has seen this backward. A cast that was refused gives a parameter another node."""

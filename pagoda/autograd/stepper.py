@@ -125,7 +125,7 @@ class Stepper:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
         delivery, nbytes = self._gradients.gather(gradient)
         self._request_buffer(gradient, last, delivery)
-        self._gradients.hold_back(gradient, nbytes)
+        self._accesses.turn.waiting(self._gradients.hold_back, gradient, nbytes)
 
     def _offload_all(self) -> None:
         """Copy all gradients from autograd to their buffers."""
@@ -169,10 +169,12 @@ class Stepper:
 
     def updates_have_begun(self) -> bool:
         """Whether some unit has begun its update of this step during backward."""
-        with self._accesses.turn:
-            self._accesses.end_read()
-            self._executor.poll()
-            return any(unit.updated for unit in self._units)
+        return self._accesses.turn.run(self._updates_have_begun)
+
+    def _updates_have_begun(self) -> bool:
+        self._accesses.end_read()
+        self._executor.poll()
+        return any(unit.updated for unit in self._units)
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -199,8 +201,12 @@ class Stepper:
         for unit in self._units:
             unit.marked.clear()
 
+    def begin_anew(self) -> None:
+        """The scheduler has begun anew. There are no gradients."""
+        self._clear_step()
+
     def drop_step(self) -> None:
-        """Forget the step that has begun. Its updates have failed, so no `step()` will end it."""
+        """Forget the step that has begun, which no `step()` will end, with what it has updated."""
         self.updates_have_begun()  # references that have gone may let one more begin
         for unit in self._units:
             unit.updated = False
@@ -236,6 +242,9 @@ class Stepper:
 
     def clip(self, limit: float) -> float:
         """Clip this step's gradients. Returns their norm before clipping."""
+        return self._accesses.turn.run(self._clip, limit)
+
+    def _clip(self, limit: float) -> float:
         if not limit >= 0:
             raise UsageError(f"optimizer.clip_grad_norm_ was called with max_norm={limit}: it must be 0 or more.")
         if self._options.update_during_backward:
@@ -254,6 +263,9 @@ class Stepper:
         With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
         of all parameters.
         """
+        return self._accesses.turn.run(self._gradient_norm, unit, slot)
+
+    def _gradient_norm(self, unit: LiveUnit, slot: int) -> float:
         gradient = self._gradients.latest(unit)
         if gradient is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
@@ -398,7 +410,7 @@ class Stepper:
             self._await_buffers(gradients[0])
         start = time.perf_counter()
         for gradient in gradients:
-            gradient.settle()
+            self._accesses.turn.waiting(gradient.settle)
         self._accesses.meter.stalled("d2h", time.perf_counter() - start)
 
     def _square_sums(

@@ -1,5 +1,6 @@
 """`gathered`: gives parameters real tensors outside forward."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ from torch import nn
 from pagoda.checkpoint.state import ParameterState, state_of
 from pagoda.errors import UsageError
 from pagoda.memory.arena import tensor_bytes
+from pagoda.parameters.unit import Gathered
 from pagoda.plan.layout import WEIGHT
 
 
@@ -32,39 +34,41 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = [params]
     states = {id(param): state for param in params if (state := state_of(param)) is not None}
     taken: list[ParameterState] = []
+    block = threading.Lock()
     # Otherwise graphs would keep the parameters themselves, which later hold placeholders.
     packing = next((packing for s in states.values() if (packing := s.engine.graphs.packing).enter()), None)
-    try:
-        for state in states.values():
-            engine, unit, slot = state
-            if slot in unit.gathered:  # by an outer block, which will release it
-                continue
-            with engine.settled():
-                if unit.active:
-                    raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
-                values = state.read(WEIGHT)
-                unit.set_part(slot, unit.shown(slot, values.to(unit.placeholders[slot].device)))
-                unit.gathered[slot] = _hash(values)
-                unit.used |= torch.is_grad_enabled()
-                taken.append(state)
-        yield
-        for state in states.values() if modify else ():
-            values = state.unit.current(state.slot)
-            state.overwrite(values)
-            state.unit.gathered[state.slot] = _hash(values)
-        for state in taken if not modify else ():
-            if _hash(state.unit.current(state.slot)) != state.unit.gathered[state.slot]:
-                raise UsageError(
-                    f"{state.name!r} was written to inside pagoda.gathered(...), which drops what is written. Write "
-                    "inside `with pagoda.gathered(params, modify=True):`, or to a copy (param.clone()). If peft merged "
-                    "an adapter there, the weights do not have it, but its layers count it as merged: unmerge it."
-                )
-    finally:
-        if packing is not None:
-            packing.leave()
-        for _, unit, slot in taken:
-            del unit.gathered[slot]
-            unit.hide_slot(slot)
+    with block:
+        try:
+            for state in states.values():
+                engine, unit, slot = state
+                if slot in unit.gathered:  # by an outer block, which will release it
+                    continue
+                with engine.settled():
+                    if unit.active:
+                        raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
+                    values = state.read(WEIGHT)
+                    taken.append(state)
+                    unit.gathered[slot] = Gathered(_hash(values), block)
+                    unit.set_part(slot, unit.shown(slot, values.to(unit.placeholders[slot].device)))
+                    unit.used |= torch.is_grad_enabled()
+            yield
+            for state in states.values() if modify else ():
+                values = state.unit.current(state.slot)
+                state.overwrite(values)
+                state.unit.gathered[state.slot].hash = _hash(values)
+            for state in taken if not modify else ():
+                if _hash(state.unit.current(state.slot)) != state.unit.gathered[state.slot].hash:
+                    raise UsageError(
+                        f"{state.name!r} was written to inside pagoda.gathered(...), which drops what is written. "
+                        "Write inside `with pagoda.gathered(params, modify=True):`, or to a copy (param.clone()). If "
+                        "peft merged an adapter there, the weights do not have it, but its layers count it as merged: "
+                        "unmerge it."
+                    )
+        finally:
+            if packing is not None:
+                packing.leave()
+            for _, unit, slot in taken:
+                unit.give_back(slot)
 
 
 def _hash(values: torch.Tensor) -> int:

@@ -98,6 +98,22 @@ class Snapshot:
             content[LATE] = {"max_staleness": most, "turn": contents.turn, "parameters": contents.lags}
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {name: buffer.cpu().clone() for name, buffer in buffers.items()}
+        self._engine.accesses.turn.run(
+            self._start, directory, contents, content, copies, buffer_specs, replaces, on_error
+        )
+
+    def _start(
+        self,
+        directory: Path,
+        contents: Contents,
+        content: dict[str, Any],
+        copies: dict[str, torch.Tensor],
+        buffer_specs: list[TensorSpec],
+        replaces: Sequence[Path],
+        on_error: Callable[[Exception], None] | None,
+    ) -> None:
+        """Start to capture the states, and to write what a checkpoint contains."""
+        states = self._engine.plan.saved_states if contents.lags else self._states
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
         specs = self._specs(states, contents, kept, buffer_specs)

@@ -4,9 +4,6 @@ Strict means no fast-math and no fused multiply-add: each operation rounds once,
 
 Integers are unsigned 32-bit integers that wrap. Numba would compute in 64 bits, and a vector would hold half as many.
 So each operation is LLVM's 32-bit instruction.
-
-Numba's disk cache only compares the text of a kernel's own file. If you change this file or `arithmetic`, delete
-the folder's `__pycache__`.
 """
 
 from collections.abc import Callable

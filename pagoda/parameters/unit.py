@@ -1,5 +1,8 @@
 """A unit of the live model: its parameters, their placeholders between uses, and its counters."""
 
+import sys
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,6 +88,16 @@ def successor(param: nn.Parameter, values: torch.Tensor, name: str) -> nn.Parame
     return made
 
 
+@dataclass(eq=False)
+class Gathered:
+    """A real tensor that a block of `gathered` has given to a parameter."""
+
+    hash: int
+    """Of the values that pages have."""
+    block: threading.Lock
+    """Held inside the block."""
+
+
 class LiveUnit:
     """The parameters of one unit, in the order of its slots.
 
@@ -98,17 +111,16 @@ class LiveUnit:
         self.params = params
         self.active = 0
         """Number of running forwards of this unit's modules. Above zero, the lease is pinned."""
-        self.packed = 0
-        """Number of references to the weights in autograd graphs. Above zero, a backward may still read them."""
+        self.pack = object()
+        """Held by every reference to the weights in an autograd graph."""
+        self._unpacked = sys.getrefcount(self.pack)
         self.used = False
         """True if a graph may give the unit a gradient since its gradients were last cleared."""
         self.updated = False
         """True between an update during backward and `step()`."""
         self.fetch_error: BaseException | None = None
         """Why the weights did not come since compute last asked for them."""
-        self.gathered: dict[int, int] = {}
-        """Slots whose parameters hold real tensors because the user asked for it -> hash of the values that pages
-        have."""
+        self._gathered: dict[int, Gathered] = {}
         self.trainable = sum(slot.param.trainable for slot in spec.slots)
         """Number of slots with optimizer state and a gradient extent. They come first. Some may be frozen now."""
         self.grouped = set(range(self.trainable))
@@ -139,6 +151,36 @@ class LiveUnit:
     @property
     def index(self) -> int:
         return self.spec.index
+
+    @property
+    def packed(self) -> bool:
+        """Whether autograd graphs have references to the weights, so that a backward may still read them. References
+        are counted by Python itself: in a `__del__`, an exception of a signal's handler would be lost."""
+        return sys.getrefcount(self.pack) > self._unpacked
+
+    @property
+    def gathered(self) -> "dict[int, Gathered]":
+        """Slots whose parameters hold real tensors because the user asked for it."""
+        for slot in [slot for slot, copy in self._gathered.items() if not copy.block.locked()]:
+            self.give_back(slot)  # an exception, as that of Ctrl-C, has cut off the end of the block
+        return self._gathered
+
+    def give_back(self, slot: int) -> None:
+        """A parameter is no longer gathered."""
+        self.hide_slot(slot)
+        self._gathered.pop(slot, None)
+
+    def begin_anew(self) -> None:
+        """Nothing uses the unit."""
+        self.active, self.used, self.updated, self.fetch_error = 0, False, False, None
+        self.pack = object()
+        self.marked.clear()
+        self._gathered.clear()
+        self._versions.clear()
+        for slot, param in enumerate(self.params):
+            param.grad = None
+            param.__dict__.pop("_data_given", None)
+            self.hide_slot(slot)
 
     def name(self, slot: int) -> str:
         """Qualified name of a parameter."""

@@ -229,7 +229,8 @@ class Reducer:
     def _await_buffer(self, gradient: UnitGradient, opened: threading.Event) -> None:
         deadline = time.monotonic() + rank_timeout_s()
         while not opened.wait(_LOOK_S):
-            if time.monotonic() > deadline or self._driver.ask(lambda: self._driver.scheduler.buffers_exhausted):
+            hopeless = time.monotonic() > deadline or self._driver.ask(lambda: self._driver.scheduler.buffers_exhausted)
+            if hopeless and not opened.is_set():  # it may have got the buffer since it looked
                 self.refuse(gradient)
 
     def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, gradient: UnitGradient | None) -> None:

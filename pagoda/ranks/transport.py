@@ -132,9 +132,12 @@ class Transport:
                 work.wait(timedelta(seconds=_SECONDS_TO_LOOK))
                 return
             except RuntimeError:
-                if work.is_completed() or gone:
+                if work.is_completed():
+                    break  # it has failed, or the look ran out of time just before it ended
+                if gone:
                     raise
             gone = self._dead()  # what a rank sent before it ended may still arrive
+        work.wait()
 
     def _dead(self) -> list[int]:
         """The ranks of this host whose processes have ended."""
@@ -257,11 +260,13 @@ class Group:
 
 
 def lives(process: int) -> bool:
-    """Whether a process of this host is running. A zombie is not."""
+    """Whether a process of this host is running, as far as one can see. A zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:  # for example, this process has too many open files
+        return True
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

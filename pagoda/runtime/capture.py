@@ -1,5 +1,6 @@
 """Captures the states for a checkpoint, and writes it, while training continues."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -12,6 +13,8 @@ from pagoda.plan.tiers import HOST
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
+
+_log = logging.getLogger("pagoda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,14 @@ class Saver:
         job = self._job
         if job is not None:
             job.wait_until_done()
+
+    def restart(self) -> None:
+        """The capture has been given up. End the write of its checkpoint, and begin anew."""
+        self._lane.restart()
+        self._writers.restart()
+        if self._job is not None:
+            _log.warning("The checkpoint that was being written is lost.")
+        self._job = None
 
     def close(self) -> None:
         """Finish the checkpoint that is being written, and join the threads. Raises its error."""

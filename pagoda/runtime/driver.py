@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pagoda.process import Waiters
+from pagoda.runtime.damage import Damage
 from pagoda.schedule.operations import Operation
 from pagoda.schedule.scheduler import Scheduler
 
@@ -20,62 +22,74 @@ class Driver:
     processed comes after it. So the scheduler sees one event after another, and operations are in their lanes' queues
     before the lock is released. Nothing waits or runs user code under the lock. Bytes move under it only in lanes that
     do small work at once (`Lane.inline_bytes`).
+
+    An error in an event, such as that of a signal's handler, leaves half of it behind. Then the states are damaged and
+    the driver stops: it ignores events, and refuses to wait, until `restart`.
     """
 
-    def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None]) -> None:
+    def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None], damage: Damage) -> None:
         """`execute` passes an operation to its lane. It may report the end at once."""
         self.scheduler = scheduler
         self._execute = execute
+        self._damage = damage
+        self._lock = threading.Lock()
+        self._changed = Waiters()
+        """Threads that wait for the next event."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, with a scheduler that has begun anew. No operation is under way."""
         self._events: deque[Event] = deque()
-        self._changed = threading.Condition(threading.Lock())
-        """Notified after every event."""
         self._holder: int | None = None
         """The thread that is processing events."""
-        self._broken: BaseException | None = None
+        self.stopped = False
+
+    def stop(self, error: BaseException) -> None:
+        """Half of an event was left behind by an error."""
+        self._damage.note(error)
+        self.stopped = True
+        self._changed.wake()
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass on an event. On return it has been processed, unless this thread is already processing another one."""
+        if self.stopped:
+            return
         self._events.append((event, arguments))
-        if self._holder != threading.get_ident():
-            with self._changed:
+        if not (self._holder == threading.get_ident() and self._lock.locked()):
+            with self._lock:
                 self._process()
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """Answer a question about the scheduler, between two events."""
-        with self._changed:
+        with self._lock:
             return question()
 
     def wait(self, until: Callable[[], bool], stuck: Callable[[], None]) -> None:
         """Block until a condition on the scheduler holds.
 
         `stuck` is called without the lock if the condition does not hold and no operation is under way. It must change
-        something or raise.
+        something or raise. Raises StorageError if the driver has stopped.
         """
         while True:
-            with self._changed:
-                self._check()
-                while not until() and not self.scheduler.idle:
-                    self._changed.wait()
-                    self._check()
+            with self._lock:
+                if self.stopped:
+                    self._damage.check()
                 if until():
                     return
-            stuck()
+                wait = None if self.scheduler.idle else self._changed.add()
+            (wait or stuck)()
 
     def _process(self) -> None:
-        self._holder = threading.get_ident()
         try:
-            while self._events:
+            self._holder = threading.get_ident()
+            while self._events and not self.stopped:
                 event, arguments = self._events.popleft()
                 event(*arguments)
                 for operation in self.scheduler.take():
                     self._execute(operation)
         except BaseException as error:
-            self._broken = error
+            self.stop(error)
             raise
         finally:
             self._holder = None
-            self._changed.notify_all()
-
-    def _check(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError("the scheduler has failed on another thread") from self._broken
+            self._changed.wake()

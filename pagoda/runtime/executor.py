@@ -3,13 +3,13 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
 
-from pagoda.errors import NonFiniteGradientError, StorageError
+from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.capture import Capture
+from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import GradientBuffers, UnitGradient
@@ -20,42 +20,6 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.updates import Extents, RunningUpdate, UpdateStream
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
-
-
-@dataclass(eq=False)
-class Damage:
-    """The first error after which some states belong to one step and some to another, until a checkpoint has replaced
-    every state. Thread-safe, because it is set by one assignment."""
-
-    cause: BaseException | None = None
-    """The error, or None if states are not damaged."""
-    seen: bool = False
-    """Whether the error has been raised."""
-
-    def note(self, error: BaseException | None) -> None:
-        """An operation that changes states has ended, perhaps with an error. A gradient that is not finite changes no
-        state."""
-        if error is None or isinstance(error, NonFiniteGradientError):
-            return
-        if self.cause is None:
-            self.cause, self.seen = error, False
-
-    def check(self) -> None:
-        """Raises StorageError if states are damaged."""
-        if self.cause is not None:
-            self.seen = True
-            raise StorageError(
-                f"The training state is damaged: a part of it was changed when this failed: {self.cause} -- Load a "
-                "checkpoint. Until then it can be neither used nor saved."
-            ) from self.cause
-
-    def raise_cause(self) -> NoReturn:
-        """Raises the error itself the first time, and later the StorageError of `check`."""
-        if self.seen:
-            self.check()
-        assert self.cause is not None
-        self.seen = True
-        raise self.cause
 
 
 @dataclass(eq=False, repr=False)
@@ -83,7 +47,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         gradients = self._gradients
-        self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation))
+        self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation), self.damage)
         self._asynchronous = self._store.plan.options.max_staleness is not None
         self._do = {
             Kind.FETCH: self._fetch,
@@ -157,6 +121,21 @@ class Executor:
         """The checkpoint is complete or was given up. This is an event."""
         self.capture = None
         self._scheduler.end_checkpoint()
+
+    def abandon(self, error: BaseException) -> list[Lane]:
+        """The driver has stopped. Let all work fail that waits for other work. Returns the lanes that only parts of
+        this have."""
+        if self.capture is not None:
+            self.capture.end(error)
+        self.updates.refuse(error)
+        self._leases.refill()
+        return self._gradients.refill()
+
+    def begin_anew(self) -> None:
+        """Lanes have ended all work, and the scheduler has begun anew. Nothing is under way."""
+        self._held.clear()
+        self.spill_failure = self.capture = None
+        self.driver.restart()
 
     def close(self) -> bool:
         """Release all memory. Every lane must have ended. Returns whether someone still holds weights of a lease."""

@@ -167,11 +167,11 @@ class GradientBuffers:
         """Held while a gradient is created, by compute's thread or the collective lane's."""
         self._of_step: dict[int, UnitGradient] = {}
         """unit -> its gradient of this step. The scheduler's records of it hold the same object."""
-        self._in_flight = InFlight[Handle]()
         self.take_memory()
 
     def take_memory(self) -> None:
         """Take the buffers that the plan has for gradients. There are no gradients yet."""
+        self._in_flight = InFlight[Handle]()
         store, plan = self._store, self._store.plan
         self._staging = store.host.take(plan.placement.pages(HOST, STAGING))
         pages, (buffers, self._bounced) = plan.placement.pages(HOST, BOUNCE), plan.layout.bounce
@@ -311,6 +311,11 @@ class GradientBuffers:
             gradient.place = None
         self._of_step.clear()
         self._bounce = Ring(())
+
+    def refill(self) -> list[Lane]:
+        """Let no addition wait for a buffer. What they add does not count any more. Returns their lane, if any."""
+        self._bounce.refill()
+        return [] if self._adders is None else [self._adders]
 
     def close(self) -> None:
         """Join the threads that add gradients."""

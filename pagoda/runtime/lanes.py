@@ -4,13 +4,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
 from torch.autograd import profiler
 
 from pagoda.plan.tiers import INLINE_BYTES
-from pagoda.process import check_not_forked, forks, start_thread
+from pagoda.process import Waiters, check_not_forked, forks, start_thread
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 
@@ -32,14 +32,14 @@ class Handle:
     something waits.
     """
 
-    __slots__ = ("_callbacks", "_changed", "_error", "_event", "_forks", "_lock", "_on_issue", "_state", "lane")
+    __slots__ = ("_callbacks", "_error", "_event", "_forks", "_lock", "_on_issue", "_state", "_waiters", "lane")
 
     def __init__(self, lane: str = "") -> None:
         self.lane = lane
         """The lane that does the work, if known."""
         self._lock = threading.Lock()
-        self._changed: threading.Condition | None = None
-        """Notified of state changes, under `_lock`. Created by the first wait."""
+        self._waiters: Waiters | None = None
+        """Threads that wait for the next state. Created by the first wait."""
         self._state = _PENDING
         self._forks = forks()
         self._event = PAST
@@ -100,34 +100,41 @@ class Handle:
             callback()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the work as ended. Called once, by the thread that does the work. Never raises.
+        """Mark the work as ended. Called once, by the thread that does the work.
 
-        If a callback raises, its error becomes the work's error for later callbacks and waits.
+        If a callback raises, its error becomes the work's error for later callbacks and waits. It is raised after them,
+        because on the main thread it may be that of a signal's handler.
         """
         with self._lock:
             self._error, self._event = error, PAST
             self._reach(_DONE)
             callbacks, self._callbacks = self._callbacks, []
+        first: BaseException | None = None
         for callback in callbacks:
             try:
                 callback(self._error)
             except BaseException as raised:
+                first = first or raised
                 self._error = self._error or raised
+        if first is not None:
+            raise first
 
     def _reach(self, state: int) -> None:
         self._state = state
-        if self._changed is not None:
-            self._changed.notify_all()
+        if self._waiters is not None:
+            self._waiters.wake()
 
     def _wait_for(self, state: int) -> None:
-        if self._state >= state:
-            return
-        check_not_forked(self._forks)
-        with self._lock:
-            if self._changed is None:
-                self._changed = threading.Condition(self._lock)
-            while self._state < state:
-                self._changed.wait()
+        if self._state < state:
+            check_not_forked(self._forks)
+        while self._state < state:
+            with self._lock:
+                if self._state >= state:
+                    return
+                if self._waiters is None:
+                    self._waiters = Waiters()
+                wait = self._waiters.add()
+            wait()
 
     def then(self, callback: Callable[[BaseException | None], None]) -> None:
         """Call `callback(error)` once the work has ended: on the thread that ends it, or now if it has ended."""
@@ -203,6 +210,8 @@ class Lane:
         self._forks = forks()
         self._busy_s = 0.0
         self._bytes = 0
+        self._worked = False
+        """Whether a thread has worked since the last `restart`."""
         self._threads = [start_thread(self._run, f"{THREAD_NAMES}{name}-{i}") for i in range(threads)]
 
     def submit(self, work: Work, after: Iterable[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
@@ -226,6 +235,8 @@ class Lane:
             if now:
                 start = time.perf_counter()
                 event, error = self._do(work)
+                if isinstance(error, KeyboardInterrupt):  # not the work's
+                    raise error
                 assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
                 self._end(ticket, start, error)
             else:
@@ -264,8 +275,20 @@ class Lane:
         while not self._queue.empty():
             self._queue.get()
 
+    def restart(self) -> bool:
+        """Finish the queued work, and begin anew. Returns whether there was any."""
+        self.close()
+        worked, self._worked = self._worked, False
+        left = [self._queue.get() for _ in range(self._queue.qsize())]
+        for item in filter(None, left):  # an interrupted `close` may have left its marks
+            self._queue.put(item)
+        self._finisher, self._open = None, self._queue.qsize()
+        self._threads = [start_thread(self._run, f"{THREAD_NAMES}{self.name}-{i}") for i in range(self.threads)]
+        return worked
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
+            self._worked = True
             work, ticket = item
             start = time.perf_counter()
             event, error = self._do(work)
@@ -275,7 +298,8 @@ class Lane:
             else:
                 # Drop references first, or the last gradient of a step would live until the next one.
                 del item, work
-                self._end(ticket, start, error)
+                with suppress(BaseException):  # who waits gets it
+                    self._end(ticket, start, error)
             del ticket, event, error
 
     def _do(self, work: Work) -> tuple[Event | None, BaseException | None]:
@@ -305,7 +329,8 @@ class Lane:
                 error = caught
             begun, before = max(start, before), time.perf_counter()
             del queued, work, event
-            self._end(ticket, begun, error)
+            with suppress(BaseException):  # who waits gets it
+                self._end(ticket, begun, error)
             del ticket, error
 
     def _end(self, ticket: _Ticket, start: float, error: BaseException | None) -> None:

@@ -98,6 +98,10 @@ class Fetcher:
             if unit.index not in in_frames:
                 self.lease_home(unit)
 
+    def refill(self) -> None:
+        """Let no fetch wait for a slot. What fetches bring does not count any more."""
+        self._ring.refill()
+
     def lease_home(self, unit: LiveUnit) -> None:
         """Lease a unit in place, where its home is now. Views of an earlier place may see its contents change."""
         scheduled = self._scheduler.lease(unit.index)
@@ -169,7 +173,7 @@ class Fetcher:
     @property
     def held(self) -> bool:
         """Whether someone holds weights of a lease, even of one that has ended."""
-        return any(lease.payload.held for lease in self._by_storage.values())
+        return any(lease.payload is not None and lease.payload.held for lease in self._by_storage.values())
 
     def close(self) -> bool:
         """End every lease. Returns whether someone still holds weights of one."""
@@ -177,6 +181,7 @@ class Fetcher:
         for lease in self._by_storage.values():
             lease.payload = None
         self._by_storage.clear()
+        self._filling.clear()
         return held
 
     def _add(self, scheduled: ScheduledLease, lease: LeasedWeights) -> None:

@@ -94,13 +94,18 @@ class Store:
     def _open(self, plan: Plan) -> None:
         """Take the memory of a plan. Its extents have no values yet. Those on SSD get their pages from
         `_place_on_ssd`."""
-        placement, page = plan.placement, plan.page_bytes
+        page = plan.page_bytes
         device = _open_device_tier(plan, self._device, self._poison)
         host = self._device.host_arena(max(page, plan.peak_bytes.get(HOST, 0)), locked=False)
+        self._divide(plan, Region.of(HOST, host, page, poison=self._poison), device)
+
+    def _divide(self, plan: Plan, host: Region, device: Region | None) -> None:
+        """Take all pages of a plan from its memory."""
+        placement, page = plan.placement, plan.page_bytes
         self.plan = plan
         self.device = device
         """All pages of a separate device. None if compute reads RAM."""
-        self.host = Region.of(HOST, host, page, poison=self._poison)
+        self.host = host
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._runs: dict[tuple[int, str], PageRun] = {}
         for unit in plan.units:
@@ -346,6 +351,13 @@ class Store:
         tier = self.device if self.lives_on_device(unit, state) else self.host
         assert tier is not None
         return tier
+
+    def begin_anew(self) -> None:
+        """Forget the values of all states, which will be replaced, and who has which pages. Nothing uses any."""
+        host, device = (region and region.anew() for region in (self.host, self.device))
+        assert host is not None
+        self._divide(self.plan, host, device)
+        self._place_on_ssd({})
 
     # --- another placement --------------------------------------------------------------------------------
 

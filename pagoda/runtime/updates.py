@@ -17,6 +17,7 @@ from pagoda.optim.rule import StateSpec
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
+from pagoda.process import Waiters
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
@@ -105,19 +106,21 @@ class UpdateStream:
         """`parts` makes the updaters for the store's plan, of the CPU, and of the device if it updates units."""
         self._store = store
         self._parts = parts
+        self._lock = threading.Lock()
+        """Held while the stream is used."""
+        self._changed = Waiters()
+        """Threads that wait for the next event."""
         self.take_memory()
-        self._changed = threading.Condition(threading.Lock())
-        """Held while the stream is used. Notified after every event."""
-        self._starting: dict[int, list[Action]] = {}
-        """Thread -> the actions that it carries out now. Lanes may do small work at once, whose end adds to them."""
-        self._refusal: BaseException | None = None
-        """The error with which every further update fails."""
         self._do = {Do.READ: self._read, Do.UPDATE: self._update, Do.WRITE: self._write}
 
     def take_memory(self) -> None:
         """Take the memory that the store's plan has for updates. No update is under way."""
         self._updaters, self._plan = self._parts()
         self._stream = Stream(self._plan)
+        self._starting: dict[int, list[Action]] = {}
+        """Thread -> the actions that it carries out now. Lanes may do small work at once, whose end adds to them."""
+        self._refusal: BaseException | None = None
+        """The error with which every further update fails."""
 
     def submit(self, update: RunningUpdate) -> None:
         """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.
@@ -138,8 +141,12 @@ class UpdateStream:
     def drop_ahead(self) -> None:
         """Wait until nothing is being read ahead, whether the reads succeed or fail. No update may be under way."""
         self._tell(self._stream.drop_ahead)
-        with self._changed:
-            self._changed.wait_for(lambda: self._stream.idle)
+        while True:
+            with self._lock:
+                if self._stream.idle:
+                    return
+                wait = self._changed.add()
+            wait()
 
     def refuse(self, error: BaseException) -> None:
         """Let every update that has not begun fail with an error."""
@@ -161,7 +168,7 @@ class UpdateStream:
         if error is None and update.guess is not None:
             try:
                 update.guess.begin()
-            except BaseException as raised:
+            except Exception as raised:
                 error = raised
         if error is None:
             self._tell(self._stream.ask, update, update.unit.index, self._changing(update))
@@ -185,20 +192,20 @@ class UpdateStream:
 
     def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass an event to the stream, and carry out the actions that follow."""
-        with self._changed:
+        with self._lock:
             event(*arguments)
             actions = self._stream.take()
-            self._changed.notify_all()
+            self._changed.wake()
         me = threading.get_ident()
         if me in self._starting:
             self._starting[me] += actions
             return
-        self._starting[me] = actions
         try:
+            self._starting[me] = actions
             for action in actions:  # grows meanwhile
                 self._carry_out(action)
         finally:
-            del self._starting[me]
+            self._starting.pop(me, None)
 
     def _carry_out(self, action: Action) -> None:
         if action.do in self._do:
@@ -232,7 +239,7 @@ class UpdateStream:
         handles: list[Handle] = []
         try:
             handles.extend(submitted)
-        except BaseException as error:  # it ends after all that was submitted
+        except Exception as error:  # it ends after all that was submitted
             handles.append(Handle())
             handles[-1].finish(error)
         all_of(handles).then(partial(self._tell, ended, block))

@@ -7,6 +7,10 @@ import torch
 import torch.distributed as dist
 from zoo import assert_equal
 
+from pagoda.errors import RankError
+from pagoda.ranks import transport
+from pagoda.ranks.transport import Transport
+
 from .ranks import RankServer
 
 
@@ -132,3 +136,57 @@ def test_ranks_that_are_started_anew_do_not_look_for_those_before(ranks: RankSer
     for attempt in range(2):
         environment = {**shared, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         assert ranks.ask("meet", 2, tmp_path / str(attempt), environment=environment) == [0, 0]
+
+
+class SlowWork:
+    """A collective that ends while a rank looks whether the others live: the look runs out of time all the same."""
+
+    def __init__(self, ends_at_look: int, error: str = "") -> None:
+        self.looks, self.ends, self.error = 0, ends_at_look, error
+
+    def wait(self, timeout: object = None) -> bool:
+        self.looks += 1
+        if timeout is not None and self.looks <= self.ends:
+            raise RuntimeError("Timed out waiting")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.looks >= self.ends
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Transport:
+    """A transport with another rank on this host that has ended, and of which the last message may still arrive."""
+    it = object.__new__(Transport)
+    it.rank, it.size, it.broken, it._processes = 0, 1, False, []
+    monkeypatch.setattr(Transport, "lost", lambda _self, _rank, error: RankError(str(error)))
+    return it
+
+
+@pytest.mark.parametrize("dead", [[], [1]])
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_look_that_ends_with_its_collective_is_not_taken_for_a_rank_that_is_gone(
+    looks: int, dead: list[int], alone: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Transport, "_dead", lambda _: dead)
+    alone.run(lambda: [SlowWork(looks)])
+    with pytest.raises(RankError, match="connection reset"):
+        alone.run(lambda: [SlowWork(looks, "connection reset")])
+
+
+def test_a_collective_that_stays_away_after_a_rank_has_ended_is_given_up(
+    alone: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Transport, "_dead", lambda _: [1])
+    with pytest.raises(RankError, match="Timed out"):
+        alone.run(lambda: [SlowWork(100)])
+
+
+def test_a_process_that_cannot_be_looked_up_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> str:
+        raise OSError(24, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert transport.lives(1)

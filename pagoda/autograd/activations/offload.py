@@ -39,11 +39,17 @@ class OffloadedStorage(AbsentStorage):
     used: bool = False
     """Whether backward has asked for it."""
 
-    def __del__(self) -> None:
-        self._offloader.freed.append((self.place, self.pieces))  # atomic, on whatever thread
-
     def whole(self) -> torch.Tensor:
         return self._offloader.bring_back(self)
+
+
+class _Pages(weakref.ref[OffloadedStorage]):
+    """A reference to an offloaded storage that knows its pages. Its callback is no function of Python, in which an
+    exception of a signal's handler would be lost."""
+
+    __slots__ = ("pieces", "place")
+    place: Place
+    pieces: Pieces
 
 
 @dataclass(eq=False, repr=False)
@@ -65,8 +71,10 @@ class Offloader:
     _device: Device
     _saved: SavedStorages
     _meter: StepMeter
-    freed: deque[tuple[Place, Pieces]] = field(default_factory=deque)
-    """Pages that nothing needs any more."""
+    freed: deque[_Pages] = field(default_factory=deque)
+    """Pages that nothing needs any more. Appending is atomic, on whatever thread."""
+    _in_use: set[_Pages] = field(default_factory=set)
+    """Pages that are not free."""
     _order: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     """The offloaded storages that are still needed, in the order in which they were offloaded."""
     _waiting: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
@@ -89,6 +97,9 @@ class Offloader:
                 return None
             source = storage_of(tensor, torch.uint8)
             offloaded = OffloadedStorage(tensor._version, self, place, pieces, source.nbytes, source)
+            pages = _Pages(offloaded, self.freed.append)
+            pages.place, pages.pieces = place, pieces
+            self._in_use.add(pages)
             storage.replace_by(offloaded)
             self._waiting.append(weakref.ref(offloaded))
         self.write_free()
@@ -201,5 +212,6 @@ class Offloader:
     def _take_back(self) -> None:
         """Make freed pages available again."""
         while self.freed:
-            place, pieces = self.freed.popleft()
-            place.free(pieces)
+            pages = self.freed.popleft()
+            self._in_use.discard(pages)
+            pages.place.free(pages.pieces)

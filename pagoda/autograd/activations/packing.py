@@ -45,7 +45,7 @@ class WeightReference:
     torch's checkpoint treats it as a tensor: it asks for shape, dtype, device and requires_grad.
     """
 
-    __slots__ = ("_accesses", "_form", "_graph", "_unit", "_version", "_view", "device", "dtype", "shape")
+    __slots__ = ("_accesses", "_form", "_graph", "_packed", "_unit", "_version", "_view", "device", "dtype", "shape")
 
     requires_grad = False
 
@@ -58,11 +58,7 @@ class WeightReference:
         self._accesses = accesses
         self._unit = unit
         self._version = accesses.edition(unit)
-        unit.packed += 1
-
-    def __del__(self) -> None:
-        if hasattr(self, "_unit"):  # torch.compile makes some without __init__
-            self._unit.packed -= 1
+        self._packed = unit.pack
 
     def unpack(self) -> torch.Tensor:
         """Lease the weight again. Raises UsageError if the weight was updated in the meantime."""
@@ -218,6 +214,30 @@ class Packing:
         self._entered.append((pack, hooks))
         return True
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether hooks of this object are the innermost ones, or count as entered, in this thread."""
+        top = _top()
+        return bool(self._entered) or (top is not None and self._is_mine(top))
+
+    def _is_mine(self, hooks: Hooks) -> bool:
+        pack: Any = hooks[0]
+        return getattr(getattr(pack, "func", pack), "__self__", None) is self
+
+    def begin_anew(self) -> None:
+        """No forward runs in this thread."""
+        self.leave_block()
+        self._entered.clear()
+        self._copies.clear()
+        self._computed.clear()
+        while (top := _top()) is not None and self._is_mine(top):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def leave_block(self) -> None:
+        """No block runs."""
+        self.policy = self._block = None
+        self._inputs.clear()
+
     def leave(self) -> None:
         """Stop packing."""
         _, hooks = self._entered.pop()
@@ -269,8 +289,7 @@ class Packing:
         try:
             yield
         finally:
-            self.policy = self._block = None
-            self._inputs.clear()
+            self.leave_block()
             self._offloader.write_free()
 
     def keep_inputs(self) -> None:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +41,14 @@ class AbsentStorage(ABC):
 _Absent = TypeVar("_Absent", bound=AbsentStorage)
 
 
+class _Address(weakref.ref[Any]):
+    """A reference to a storage that knows its address. So its callback need not be a function of Python, in which an
+    exception of a signal's handler would be lost."""
+
+    __slots__ = ("address",)
+    address: int
+
+
 @dataclass(eq=False, slots=True)
 class SavedStorage:
     """A storage that a block was given or that a graph has saved, as long as the storage lives."""
@@ -48,8 +56,8 @@ class SavedStorage:
     nbytes: int
     counted: bool = False
     """Whether a graph has saved it. Only then is it an activation."""
+    _alive: "_Address | None" = None
     _absent: "weakref.ref[AbsentStorage] | None" = None
-    _alive: object = None
 
     def may_leave(self, tensor: torch.Tensor, least_bytes: int) -> bool:
         """Whether a graph may keep something else in place of a tensor in this storage."""
@@ -79,7 +87,7 @@ class SavedStorages:
         """Most bytes alive at once since `start_step`."""
         self._live_bytes = 0
         self._known: dict[int, SavedStorage] = {}
-        self._dead: deque[int] = deque()
+        self._dead: deque[_Address] = deque()
         """Storages that have died, on any thread. Appending is atomic."""
 
     def start_step(self) -> None:
@@ -94,8 +102,9 @@ class SavedStorages:
         address = storage._cdata
         found = self._known.get(address)
         if found is None:
-            found = self._known[address] = SavedStorage(storage.nbytes())
-            found._alive = weakref.ref(storage, lambda _: self._dead.append(address))
+            alive = _Address(storage, self._dead.append)
+            alive.address = address
+            found = self._known[address] = SavedStorage(storage.nbytes(), False, alive)
         return found
 
     def count(self, storage: SavedStorage) -> None:
@@ -107,9 +116,12 @@ class SavedStorages:
 
     def _bury(self) -> None:
         while self._dead:
-            found = self._known.pop(self._dead.popleft())
-            if found.counted:
-                self._live_bytes -= found.nbytes
+            dead = self._dead[0]
+            found = self._known.get(dead.address)
+            if found is not None and found._alive is dead:
+                self._live_bytes -= found.nbytes * found.counted
+                del self._known[dead.address]
+            self._dead.popleft()
 
 
 def storage_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
