@@ -18,6 +18,8 @@ Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 HOME = "_pagoda_home"
 """Attribute of a managed parameter. Its `open()` returns engine, unit and slot, with `read` and `overwrite`."""
+GRADIENT = "_pagoda_gradient"
+"""Attribute of a hidden tensor that a parameter shows as its gradient. Its `call` carries out functions."""
 _VIEW = "_pagoda_view"
 """Attribute of a view of a hidden tensor: its `_View`."""
 
@@ -76,9 +78,14 @@ class Hidden:
         first = args[0] if args else None
         if name in ("copy_", "set_") and len(args) > 1 and args[1] is first:
             return first  # `load_state_dict` ends with this, after its values were written to pages
-        if (name, attribute) == ("__set__", "data") and not isinstance(args[1], Hidden):
+        if (name, attribute) == ("__set__", "grad") and isinstance(args[1], torch.Tensor) and HOME in vars(first):
+            home = vars(first)[HOME].open()
+            return home.engine.stepper.values.assign(home.unit, home.slot, args[1])
+        if (name, attribute) == ("__set__", "data") and not _is_same(first, args[1]):
+            if is_gradient(first):
+                return _use(func, name, args, kwargs)
             _refuse("cannot be given other data", args)
-        if name in _REFUSED and not in_forward(first):
+        if name in _REFUSED and not in_forward(first) and not (name == "__reduce_ex__" and is_gradient(first)):
             _refuse(f"cannot be used in {name}()", (args, kwargs))
         is_view = name == "__get__" and attribute in _VIEW_ATTRIBUTES
         if not is_view if attribute else _reads_no_value(name, first):
@@ -109,12 +116,13 @@ class Hidden:
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
-            if (home := vars(root_of(self)).get(HOME)) is not None and home.open().engine.rank_group is None:
+            root = vars(root_of(self))
+            if root[GRADIENT].is_alone if GRADIENT in root else root[HOME].open().engine.rank_group is None:
                 return repr(self.__deepcopy__({}))
-        except PagodaError:
-            pass  # the weights are gone or damaged; whoever prints, may print an error
+        except (PagodaError, KeyError):
+            pass  # the values are gone or damaged; whoever prints, may print an error
         shape = tuple(self.shape)  # type: ignore[attr-defined]
-        return f"<parameter {name_of(self)!r}, shape {shape}, whose weights are in Pagoda's pages>"
+        return f"<{name_of(self)!r}, shape {shape}, whose values are in Pagoda's pages>"
 
 
 def _reads_no_value(name: str, first: Any) -> bool:
@@ -134,6 +142,9 @@ def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _use(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out a function that uses values."""
+    for root in map(root_of, hidden_in((args, kwargs))):
+        if (gradient := vars(root).get(GRADIENT)) is not None:
+            return gradient.call(func, name, args, kwargs)
     homes = [vars(root).get(HOME) for root in map(root_of, hidden_in((args, kwargs)))]
     if None in homes:
         raise UsageError(
@@ -193,6 +204,16 @@ def root_of(tensor: Any) -> Any:
 def hidden_in(arguments: Any) -> list[Any]:
     """The hidden tensors in arguments of a function."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
+
+
+def is_gradient(tensor: Any) -> bool:
+    """Whether a hidden tensor is a parameter's gradient, or a view of one."""
+    return isinstance(tensor, Hidden) and GRADIENT in vars(root_of(tensor))
+
+
+def _is_same(tensor: Any, other: Any) -> bool:
+    """Whether two tensors are hidden tensors of the same values, as `module.cpu()` gives them to each other."""
+    return isinstance(tensor, Hidden) and isinstance(other, Hidden) and root_of(tensor) is root_of(other)
 
 
 def in_forward(tensor: Any) -> bool:
