@@ -13,7 +13,7 @@ import torch
 from pagoda.autograd.gradient_values import GradientValues, is_power_of_two
 from pagoda.autograd.uses import EXPORTS, hidden_again, one_by_one, replaced
 from pagoda.errors import UsageError
-from pagoda.parameters.hidden import GRADIENT, READS_FIRST, Hidden, hidden_in, hide, root_of, viewed
+from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, root_of, viewed
 from pagoda.parameters.unit import LiveUnit
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class MarkedGradient:
         """
         if name in _NORMS and _is_whole_norm(name, args, kwargs):
             return _norms(args[0], name)
-        if name in _PRODUCTS and len(args) == 2 and not kwargs and _is_number(args[1], name):
+        if name in _PRODUCTS and len(args) == 2 and not kwargs and _is_known(args[0]) and _is_number(args[1], name):
             return _multiply(args[0], args[1], name)
         if name == "__set__":  # of `data`
             name, func, args = "copy_", torch.Tensor.copy_, (args[0], args[1].detach())
@@ -84,15 +84,15 @@ def _call_on_copies(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     homes = {root: _home(root).open(root, name) for root in map(root_of, leaves)}
     readings = {root: values.read(unit, slot, f"{name}()") for root, (values, unit, slot) in homes.items()}
     given = {id(leaf): viewed(leaf, readings[root_of(leaf)].values) for leaf in leaves}
-    versions = {root: reading.values._version for root, reading in readings.items()}
+    versions = {key: value._version for key, value in given.items()}
     result = func(*replaced(args, given), **replaced(kwargs, given))
+    written = {root_of(leaf) for leaf in leaves if given[id(leaf)]._version != versions[id(leaf)]}
     for root, (values, unit, slot) in homes.items():
-        if readings[root].values._version != versions[root]:
+        if root in written or name.startswith("_amp_foreach_"):  # which changes no version
             values.write(unit, slot, readings[root].values, f"{name}()", readings[root])
     if name in EXPORTS:
         result.setflags(write=False)
-        return result
-    return hidden_again(result, name, func, args, kwargs, given)
+    return result if name in EXPORTS or name in MOVED else hidden_again(result, name, func, args, kwargs, given)
 
 
 def _home(tensor: Any) -> Any:
@@ -105,15 +105,16 @@ def _is_whole(tensor: Any) -> bool:
     return isinstance(tensor, Hidden) and GRADIENT in vars(tensor)
 
 
-def _is_plain(tensor: Any) -> bool:
-    return _is_whole(tensor) or (isinstance(tensor, torch.Tensor) and not isinstance(tensor, Hidden))
+def _is_known(of: Any) -> bool:
+    """Whether a tensor, or each in a list, is a marker or has values."""
+    each = of if isinstance(of, list | tuple) else [of]
+    return all(_is_whole(tensor) or not isinstance(tensor, Hidden) for tensor in each)
 
 
 def _is_whole_norm(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    of = args[0] if isinstance(args[0], list | tuple) else args[:1]
     order = args[1] if len(args) > 1 else kwargs.get("ord", _NORMS[name][0])
     rest = [value for key, value in kwargs.items() if key != "ord" and value is not None and value is not False]
-    return len(args) <= 2 and order in _NORMS[name] and not rest and all(map(_is_plain, of))
+    return len(args) <= 2 and order in _NORMS[name] and not rest and _is_known(args[0])
 
 
 def _norms(of: Any, asked_by: str) -> Any:

@@ -171,7 +171,7 @@ def hidden_again(
     shared = [index for index, part in enumerate(parts) if _storage(part) in memory]
     if not shared:
         return result
-    leaves = {id(given[id(leaf)]): leaf for leaf in hidden_in((args, kwargs))}
+    leaves = {id(given[id(leaf)]): leaf for leaf in hidden_in((args, kwargs)) if id(leaf) in given}
     views: list[Any] = []
     for index in shared:
         if id(parts[index]) not in leaves and not views:

@@ -33,13 +33,13 @@ _MADE_ANEW = frozenset(
 )
 """Functions that read no value of the tensor and return a tensor with values of its own."""
 
-_MOVED = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"})
+MOVED = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"})
 """Functions that return the tensor itself if it is already as asked. Libraries call them without using values."""
 
 _LIKE_ANOTHER = frozenset({"expand_as", "reshape_as", "type_as", "view_as"})
 """Functions that read only shape, dtype or device of all arguments except the first."""
 
-READS_FIRST = _LIKE_ANOTHER | _MOVED
+READS_FIRST = _LIKE_ANOTHER | MOVED
 """Functions that use values of the first argument alone."""
 
 _VIEW_ATTRIBUTES = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
@@ -94,7 +94,9 @@ class Hidden:
         if isinstance(first, Hidden) and not in_forward(first):
             if is_view or name in _VIEW_METHODS:
                 return views_of(func, args, kwargs)[0]
-            if name in _MOVED and _moves_nothing(func, args, kwargs):
+            # `grad.detach().cpu()` is a copy that may be kept, `grad.cpu()` is what a module sets that is moved.
+            is_kept = is_gradient(first) and root_of(first) is not first
+            if name in MOVED and not is_kept and _moves_nothing(func, args, kwargs):
                 return first
         return _use(func, name, args, kwargs)
 
@@ -128,13 +130,13 @@ class Hidden:
 def _reads_no_value(name: str, first: Any) -> bool:
     if name == "data_ptr":
         return not in_forward(first)  # a kernel may be about to read there
-    if name in _LIKE_ANOTHER or name in _MOVED:
+    if name in _LIKE_ANOTHER or name in MOVED:
         return not isinstance(first, Hidden)
     return name in _HARMLESS or name in _MADE_ANEW
 
 
 def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function of `_MOVED` returns the tensor itself."""
+    """Whether a function of `MOVED` returns the tensor itself."""
     with as_plain():
         empty = torch.empty((0,) * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
         return func(empty, *args[1:], **kwargs) is empty
