@@ -280,6 +280,9 @@ WRITES: dict[str, Callable[[Training], object]] = {
 }
 """They change gradients. What training makes of them is compared."""
 
+ADD_ANOTHER = {"all zeroed", "changed, then added to"}
+"""Uses in which another backward adds to gradients."""
+
 USES: dict[str, Callable[[Training], object]] = {
     **{name: lambda of, read=read: of.found.append(read(of)) for name, read in READS.items()},
     **WRITES,
