@@ -113,7 +113,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._check_members()
         self._engine.accesses.check_open()
         self._in_model.check()
-        check_step([param for group in self.param_groups for param in group["params"]])
+        stepped = [param for group in self.param_groups for param in group["params"]]
+        check_step(param.requires_grad or self._has_gradient(param) for param in stepped)
         after = [self._engine.rule.after_step(group) for group in self.param_groups]
         steps = [step for unit in self._engine.units for step in unit.steps] if self._sync_steps else [0]
         waits = max(steps) < self._sync_steps
@@ -164,9 +165,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             group.update(changed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted, but always true. With several
-        ranks, all call it equally often in a step."""
+        """Drop the gradients that no `step()` has consumed. With `set_to_none=False`, set every gradient to zero, also
+        those that `step()` has consumed, as plain PyTorch does: the next step then updates parameters that its backward
+        does not use, too. With several ranks, all call it equally often in a step."""
         self._engine.accesses.check_open()
+        if not set_to_none:
+            for param in (param for group in self.param_groups for param in group["params"]):
+                if param.grad is not None:
+                    param.grad.zero_()
+            return
         with as_plain():
             self._engine.accesses.turn.run(self._zero_grad)
 
@@ -396,6 +403,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 yield self._states[id(param)]
+
+    def _has_gradient(self, param: nn.Parameter) -> bool:
+        state = self._states[id(param)]
+        return state.unit.has_gradient(state.slot)
 
     def _loss_scale(self) -> dict[str, Any]:
         """The entry of a state dict in addition to torch's own. Empty without dynamic loss scaling."""

@@ -15,7 +15,6 @@ from pagoda.autograd.activations.blocks import ModelBlock, find_blocks, refusal
 from pagoda.autograd.activations.graph_memory import GraphMemory
 from pagoda.autograd.active_forwards import ActiveForwards
 from pagoda.autograd.in_ram import run_in_ram
-from pagoda.autograd.markers import GradientMarker
 from pagoda.autograd.reads import has_forward, params_read_in
 from pagoda.autograd.stepper import Stepper
 from pagoda.errors import UsageError
@@ -92,7 +91,7 @@ class ModelHooks:
             on_host = any(unit.spec.on_host for unit in units)
             self._bracket(module, units, is_root=module is model, results_to=device if on_host else None)
         for unit in engine.units:
-            unit.markers = [self._marker(unit, slot) for slot in range(unit.trainable)]
+            unit.markers = [unit.blanks[slot] for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
         for module in model.modules():
@@ -181,7 +180,7 @@ class ModelHooks:
             backward = torch._C._current_graph_task_id()
             with as_plain():
                 check_is_ours(unit, slot)
-                accumulate = param.grad is not None
+                accumulate = unit.has_gradient(slot)
                 if param.requires_grad:  # otherwise it was frozen after forward, and autograd adds nothing
                     param.grad = None
 
@@ -200,10 +199,10 @@ class ModelHooks:
                 if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
                     param.grad = None
                     return
-                if not adds:
-                    unit.markers[slot] = self._marker(unit, slot)
-                param.grad = unit.markers[slot]
-                unit.marked.add(slot)
+                if adds:
+                    unit.mark(slot)
+                else:
+                    self._engine.stepper.mark(unit, slot)
                 grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
             self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), adds)
 
@@ -233,9 +232,6 @@ class ModelHooks:
         param.requires_grad_(True)  # torch refuses hooks on frozen parameters, which may be unfrozen later
         self._catches.append(param.register_post_accumulate_grad_hook(_weakly(after)))  # type: ignore[no-untyped-call]
         param.requires_grad_(trained)
-
-    def _marker(self, unit: LiveUnit, slot: int) -> GradientMarker:
-        return GradientMarker.of(unit.blanks[slot], unit, slot, self._engine.stepper)
 
 
 def _accumulator(param: torch.Tensor) -> torch.autograd.graph.Node:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
+from pagoda.autograd.gradient_values import TOO_LATE, GradientValues
 from pagoda.autograd.loss_scale import LossScaler
+from pagoda.autograd.markers import marker
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.parameters.hidden import unseen
@@ -21,14 +23,8 @@ from pagoda.ranks.rank_group import Counts, RankGroup
 from pagoda.ranks.stages import Stages, StepTerms
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient, non_finite_error
-from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
+from pagoda.runtime.next_update import Group, NextHypers, check_frozen, segments_of
 from pagoda.schedule.waits import lane_of_buffers
-
-_TOO_LATE = (
-    "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated during backward. "
-    f"Pass wrap(clip_grad_norm=...) too, or {LET_UPDATES_WAIT}."
-)
-
 
 _APPLIED = (
     "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after every announced "
@@ -52,20 +48,20 @@ class Stepper:
     _units: list[LiveUnit]
     _clip_grad_norm: float | None
     _rule: Rule
-    _gradients: GradientBuffers
+    gradients: GradientBuffers
     _executor: Executor
-    _accesses: Accesses
+    accesses: Accesses
     scaler: LossScaler
-    _rank_group: RankGroup | None
+    rank_group: RankGroup | None
     _stages: Stages | None
 
     def __post_init__(self) -> None:
-        self._options = self._accesses.plan.options
-        self._scheduler = self._executor.driver.scheduler
-        self._arrivals = self._gradients if self._rank_group is None else self._rank_group.arrivals
+        self._options = self.accesses.plan.options
+        self.scheduler = self._executor.driver.scheduler
+        self._arrivals = self.gradients if self.rank_group is None else self.rank_group.arrivals
         """Receives gradients from autograd."""
-        if self._rank_group is not None:
-            self._rank_group.when_flushed(self._announce, self._refuse)
+        if self.rank_group is not None:
+            self.rank_group.when_flushed(self._announce, self.refuse)
         self.group_of: Callable[[LiveUnit, int], Group]
         """Returns the param group of a parameter. The optimizer sets this and `groups`."""
         self.groups: Callable[[], Sequence[Group]]
@@ -74,11 +70,8 @@ class Stepper:
         """Number of updates queued so far. Each is of one unit."""
         self._early_hypers: NextHypers | None = None
         """The hyperparameters at the time when the first update before this `step()` was prepared."""
-        self._factors: dict[tuple[int, int], float] = {}
-        """(unit, slot) -> the factor for a gradient of this step on its way into the update. Present if clipping or the
-        user set one, even if it is 1."""
-        self._of_ranks: dict[int, list[float]] | None = None
-        """Sums of squares of this step's gradients, by unit and slot, once several ranks have asked for them."""
+        self.values = GradientValues(self)
+        """The gradients of this step as tensors."""
 
     def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
         """Autograd has finished one parameter's gradient."""
@@ -93,16 +86,12 @@ class Stepper:
             )
         if self.scaler.active and not self.scaler.used and self._stages is None:  # only the last stage has the loss
             raise _not_scaled(repr(unit.name(slot)))
-        if accumulate and (unit.index, slot) in self._factors:
-            raise UsageError(
-                f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, torch's clip_grad_norm_ "
-                "or a multiplication of param.grad, whose factor is for the gradients before it. Clip after the last "
-                "backward, right before optimizer.step()."
-            )
-        self._factors.pop((unit.index, slot), None)
-        self._of_ranks = None
+        if accumulate:
+            self.values.apply_factor(unit, slot)
+        self.values.factors.pop((unit.index, slot), None)
+        self.values.changed()
         self._executor.poll()
-        before = self._gradients.get(unit)
+        before = self.gradients.get(unit)
         if before is not None and any(made.slot == slot for made in before.made):
             self._offload(before, last=False)
         gradient = self._arrivals.add(unit, slot, grad, accumulate)
@@ -116,46 +105,38 @@ class Stepper:
         if last and (self._options.update_during_backward or self._options.may_speculate):
             self._prepare_early(gradient)
             last = bool(gradient.segments)
-        if self._gradients.is_due(gradient):
+        if self.gradients.is_due(gradient):
             self._offload(gradient, last)
-        elif self._rank_group is not None and gradient.complete:
-            self._rank_group.flush(last)
+        elif self.rank_group is not None and gradient.complete:
+            self.rank_group.flush(last)
 
     def _offload(self, gradient: UnitGradient, last: bool) -> None:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
-        delivery, nbytes = self._gradients.gather(gradient)
-        self._request_buffer(gradient, last, delivery)
-        self._accesses.turn.waiting(self._gradients.hold_back, gradient, nbytes)
+        delivery, nbytes = self.gradients.gather(gradient)
+        self.request_buffer(gradient, last, delivery)
+        self.accesses.turn.waiting(self.gradients.hold_back, gradient, nbytes)
 
-    def _offload_all(self) -> None:
-        """Copy all gradients from autograd to their buffers."""
-        if self._rank_group is not None:
-            self._rank_group.flush()
-        for gradient in self._gradients.untaken():
-            if gradient.made:
-                self._offload(gradient, last=False)
-
-    def _request_buffer(self, gradient: UnitGradient, last: bool, delivery: Delivery) -> None:
+    def request_buffer(self, gradient: UnitGradient, last: bool, delivery: Delivery) -> None:
         """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
         comes before `step()`."""
-        event = self._scheduler.gradient
-        self._accesses.tell(event, gradient.unit.index, gradient.complete, last, gradient, delivery)
+        event = self.scheduler.gradient
+        self.accesses.tell(event, gradient.unit.index, gradient.complete, last, gradient, delivery)
         self._await_buffers(gradient)
 
     def _announce(self, gradient: UnitGradient, last: bool) -> None:
         """Tell the scheduler about a gradient that ranks will add up. Only then does it need a buffer."""
-        event = self._scheduler.gradient
-        self._accesses.tell(event, gradient.unit.index, gradient.complete, last, gradient, None, True)
+        event = self.scheduler.gradient
+        self.accesses.tell(event, gradient.unit.index, gradient.complete, last, gradient, None, True)
 
     def _await_buffers(self, gradient: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
-        lane = self._executor.driver.ask(partial(lane_of_buffers, self._accesses.plan, self._scheduler))
-        self._accesses.wait(lambda: self._scheduler.held_back is None, lane, lambda: self._refuse(gradient))
+        lane = self._executor.driver.ask(partial(lane_of_buffers, self.accesses.plan, self.scheduler))
+        self.accesses.wait(lambda: self.scheduler.held_back is None, lane, lambda: self.refuse(gradient))
 
-    def _refuse(self, gradient: UnitGradient) -> None:
+    def refuse(self, gradient: UnitGradient) -> None:
         """Raise the error for a gradient without a buffer."""
         self._executor.raise_spill_failure()
-        raise BudgetError(self._gradients.exhausted(gradient.unit), tier=HOST)
+        raise BudgetError(self.gradients.exhausted(gradient.unit), tier=HOST)
 
     def _prepare_early(self, gradient: UnitGradient) -> None:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
@@ -169,10 +150,10 @@ class Stepper:
 
     def updates_have_begun(self) -> bool:
         """Whether some unit has begun its update of this step during backward."""
-        return self._accesses.turn.run(self._updates_have_begun)
+        return self.accesses.turn.run(self._updates_have_begun)
 
     def _updates_have_begun(self) -> bool:
-        self._accesses.end_read()
+        self.accesses.end_read()
         self._executor.poll()
         return any(unit.updated for unit in self._units)
 
@@ -184,20 +165,19 @@ class Stepper:
 
     def _drop_with_others(self) -> None:
         """Drop the gradients of this step, on every rank."""
-        if self._rank_group is None or self._rank_group.drop_gradients():
+        if self.rank_group is None or self.rank_group.drop_gradients():
             self._drop_gradients()
         self._forget_gradients()
 
     def _drop_gradients(self) -> None:
-        if self._gradients.of_step():
-            self._accesses.tell(self._scheduler.drop_gradients)
-        self._gradients.drop()
+        if self.gradients.of_step():
+            self.accesses.tell(self.scheduler.drop_gradients)
+        self.gradients.drop()
 
     def _forget_gradients(self) -> None:
         """Forget what is known of gradients that are gone."""
         self._early_hypers = None
-        self._factors.clear()
-        self._of_ranks = None
+        self.values.forget()
         for unit in self._units:
             unit.marked.clear()
 
@@ -221,17 +201,18 @@ class Stepper:
         Every rank must ask at the same point of its program, which `asked_by` names in errors. Raises
         NonFiniteGradientError if a gradient is NaN or infinite.
         """
-        self._offload_all()
-        gradients = self._gradients.of_step().values()
-        self._settle(gradients)
-        if self._rank_group is not None:
-            square_sums, first = self._rank_group.norm_terms(asked_by, self._square_sums, self._factors)
+        if self.rank_group is not None:
+            self.rank_group.flush()
+        gradients = self.gradients.of_step().values()
+        self.settle(gradients)
+        if self.rank_group is not None:
+            square_sums, first = self.rank_group.norm_terms(asked_by, self._square_sums, self.values.factors)
         else:
-            bad = self._gradients.non_finite()
+            bad = self.gradients.non_finite()
             first = None if bad is None else self._units[bad[1]].name(bad[2])
             square_sums = self._square_sums(gradients)
         if self._stages is not None:
-            factors = frozenset(self._factor(gradient.unit, slot) for gradient, slot in self._shown())
+            factors = frozenset(self.values.factor(gradient.unit, slot) for gradient, slot in self._shown())
             mine = StepTerms(square_sums, first, factors, self.scaler.used)
             square_sums, first, _, is_scaled = self._stages.all_terms(asked_by, mine)
             if self.scaler.active and any(square_sums) and not is_scaled:
@@ -242,13 +223,13 @@ class Stepper:
 
     def clip(self, limit: float) -> float:
         """Clip this step's gradients. Returns their norm before clipping."""
-        return self._accesses.turn.run(self._clip, limit)
+        return self.accesses.turn.run(self._clip, limit)
 
     def _clip(self, limit: float) -> float:
         if not limit >= 0:
             raise UsageError(f"optimizer.clip_grad_norm_ was called with max_norm={limit}: it must be 0 or more.")
         if self._options.update_during_backward:
-            raise UsageError(_TOO_LATE.format("optimizer.clip_grad_norm_"))
+            raise UsageError(TOO_LATE.format("optimizer.clip_grad_norm_"))
         try:
             total = self.norms("optimizer.clip_grad_norm_()").total
         except NonFiniteGradientError:
@@ -257,46 +238,11 @@ class Stepper:
             return math.inf  # `step` finds it too, and is skipped
         return 0.0 if total is None else self._limit(total, limit)
 
-    def gradient_norm(self, unit: LiveUnit, slot: int) -> float:
-        """2-norm, over all ranks, of the gradient that `param.grad` shows. Waits until it is in its extent.
-
-        With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
-        of all parameters.
-        """
-        return self._accesses.turn.run(self._gradient_norm, unit, slot)
-
-    def _gradient_norm(self, unit: LiveUnit, slot: int) -> float:
-        gradient = self._gradients.latest(unit)
-        if gradient is None:
-            raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
-        if self._rank_group is None:
-            self._offload_all()
-            self._settle([gradient])
-            square_sum = gradient.square_sums[slot]
-        else:
-            square_sum = self._on_all_ranks(self._rank_group)[unit.index][slot]
-        return abs(self._factor(unit, slot)) * math.sqrt(square_sum) / self.scaler.scale
-
-    def _on_all_ranks(self, rank_group: RankGroup) -> dict[int, list[float]]:
-        """Sums of squares of this step's gradients over all ranks, by unit and slot."""
-        if self._of_ranks is None:
-            self._offload_all()
-            self._settle(self._gradients.of_step().values())
-            self._of_ranks = rank_group.parameter_square_sums("asking param.grad for its norm")
-        return self._of_ranks
-
-    def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
-        """Multiply one parameter's gradient by a factor, which must be the same on every rank."""
-        if not self._options.update_during_backward:
-            self._factors[unit.index, slot] = self._factor(unit, slot) * factor
-        elif factor != 1.0:
-            raise UsageError(_TOO_LATE.format("Clipping, or multiplying param.grad,"))
-
     def _limit(self, total: float, limit: float) -> float:
         """Clip gradients to norm `limit`. `total` is their norm without factors. Returns their norm with factors,
         before clipping."""
         shown = self._shown()
-        factors = [self._factor(gradient.unit, slot) for gradient, slot in shown]
+        factors = [self.values.factor(gradient.unit, slot) for gradient, slot in shown]
         largest = max(map(abs, factors), default=1.0)
         if largest == 0:
             return 0.0
@@ -304,7 +250,7 @@ class Stepper:
         relative = [factor / largest for factor in factors]
         norm = total
         if any(abs(each) != 1.0 for each in relative):
-            if self._rank_group is not None or self._stages is not None:
+            if self.rank_group is not None or self._stages is not None:
                 raise UsageError(
                     "On several ranks, the norm of gradients that were multiplied by different numbers is not known: "
                     "leave out wrap(clip_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
@@ -315,12 +261,12 @@ class Stepper:
             norm = self._norm(sums) or 0.0
         clipped = min(largest, limit / (norm + 1e-6))
         for each, (gradient, slot) in zip(relative, shown, strict=True):
-            self._factors[gradient.unit.index, slot] = each * clipped
+            self.values.factors[gradient.unit.index, slot] = each * clipped
         return norm * largest
 
     def _shown(self) -> list[tuple[UnitGradient, int]]:
         """The gradients that `step()` would use now."""
-        return [(gradient, slot) for gradient in self._gradients.untaken() for slot in self._used(gradient)]
+        return [(gradient, slot) for gradient in self.gradients.untaken() for slot in self._used(gradient)]
 
     def step(self, late: bool = True) -> Norms | None:
         """Queue the update of every unit whose gradients have arrived. Updates run ahead of the next forward. If
@@ -333,15 +279,14 @@ class Stepper:
         self._check_kept(hypers)
         check_frozen(self._units)
         for unit in self._units:
-            for slot in unit.grouped:
-                check_is_ours(unit, slot)
+            self.values.adopt(unit)
         try:
             norms = self.norms("optimizer.step()")
         except NonFiniteGradientError as error:
             applied = self._abandon()
             if not self.scaler.skips:
                 raise NonFiniteGradientError(f"{error} {self._told(applied)}") from None
-            self._accesses.tell(self._scheduler.end_step, False, True)
+            self.accesses.tell(self.scheduler.end_step, False, True)
             self.scaler.end_step(skipped=True)
             return None
         except Exception as error:
@@ -350,7 +295,7 @@ class Stepper:
             raise
         if self._clip_grad_norm is not None and norms.total is not None:
             self._limit(norms.total, self._clip_grad_norm)
-        factors = [self._factor(gradient.unit, slot) for gradient, slot in self._shown()]
+        factors = [self.values.factor(gradient.unit, slot) for gradient, slot in self._shown()]
         if not all(map(math.isfinite, factors)):
             raise UsageError(
                 "Gradients were multiplied by NaN or infinity, so no step can be taken with them. Clip with a max_norm "
@@ -365,13 +310,13 @@ class Stepper:
     def _check_kept(self, hypers: NextHypers) -> None:
         """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user
         has dropped gradients that these have applied. Calling `step()` again keeps the latter."""
-        applied = [(gradient.unit, slot) for gradient in self._gradients.taken() for slot in gradient.used or ()]
+        applied = [(gradient.unit, slot) for gradient in self.gradients.taken() for slot in gradient.used or ()]
         dropped = [(unit, slot) for unit, slot in applied if unit.params[slot].grad is None]
         for unit, slot in dropped:
             unit.params[slot].grad = unit.markers[slot]
         if dropped:
             raise UsageError(_APPLIED)
-        for gradient in self._gradients.taken():
+        for gradient in self.gradients.taken():
             if any(used.rule != hypers.rule(gradient.unit, slot) for slot, used in gradient.hypers.items()):
                 raise UsageError(
                     "param_groups changed between backward and step(), but units were updated during backward "
@@ -382,7 +327,7 @@ class Stepper:
     def _queue_updates(self, hypers: NextHypers, clipped: bool) -> None:
         """Ask for the update of every unit with a gradient, with the current hyperparameters."""
         changed, unused = [], []
-        for gradient in self._gradients.untaken():
+        for gradient in self.gradients.untaken():
             unit = gradient.unit
             gradient.hypers = hypers.of(unit, partial(self._scale_of, unit))
             segments = segments_of(unit, gradient.hypers)
@@ -391,27 +336,31 @@ class Stepper:
             gradient.segments = segments
             if not segments:
                 unused.append(unit.index)
-            for slot in gradient.hypers:
-                unit.params[slot].grad = None
             gradient.request()
-        self.queued += sum(bool(gradient.segments) for gradient in self._gradients.taken())
-        self._accesses.tell(self._executor.end_step, clipped, changed, unused)
-
-    def _factor(self, unit: LiveUnit, slot: int) -> float:
-        return self._factors.get((unit.index, slot), 1.0)
+        self.queued += sum(bool(gradient.segments) for gradient in self.gradients.taken())
+        self.accesses.tell(self._executor.end_step, clipped, changed, unused)
 
     def _scale_of(self, unit: LiveUnit, slot: int) -> float:
         """The factor for a parameter's gradient."""
-        return self._factor(unit, slot) / self.scaler.scale
+        return self.values.factor(unit, slot) / self.scaler.scale
 
-    def _settle(self, gradients: Iterable[UnitGradient]) -> None:
+    def mark(self, unit: LiveUnit, slot: int) -> None:
+        """A parameter has a new gradient. Whoever keeps the marker of an older one cannot use it any more."""
+        unit.markers[slot] = marker(unit.blanks[slot], unit, slot, self)
+        unit.mark(slot)
+
+    def settle(self, gradients: Iterable[UnitGradient]) -> None:
+        """Copy gradients from autograd to their buffers, and wait until they are there."""
         gradients = [*gradients]
+        for gradient in gradients:
+            if gradient.made:
+                self._offload(gradient, last=False)
         if gradients:  # after an error in backward, some may still have no buffer
             self._await_buffers(gradients[0])
         start = time.perf_counter()
         for gradient in gradients:
-            self._accesses.turn.waiting(gradient.settle)
-        self._accesses.meter.stalled("d2h", time.perf_counter() - start)
+            self.accesses.turn.waiting(gradient.settle)
+        self.accesses.meter.stalled("d2h", time.perf_counter() - start)
 
     def _square_sums(
         self, gradients: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
@@ -429,8 +378,7 @@ class Stepper:
         """Slots of the parameters whose gradient this step uses."""
         if gradient.used is not None:
             return gradient.used
-        params = gradient.unit.params
-        return [slot for slot in range(gradient.unit.trainable) if params[slot].grad is not None]
+        return [slot for slot in range(gradient.unit.trainable) if gradient.unit.has_gradient(slot)]
 
     def _norm(self, square_sums: list[float]) -> float | None:
         """The norm for these sums of squares, without the scale of the loss, which is a power of two."""
@@ -438,13 +386,9 @@ class Stepper:
 
     def _clear_step(self) -> None:
         self._forget_gradients()
-        self._gradients.forget_taken()
+        self.gradients.forget_taken()
         for unit in self._units:
-            unit.used = False
-            if unit.updated:  # until now, code that clips had to see the gradient
-                for slot in range(unit.trainable):
-                    unit.params[slot].grad = None
-            unit.updated = False
+            unit.used = unit.updated = False
 
     def _abandon(self) -> list[LiveUnit]:
         """Drop a step whose gradients are not finite. None of it stays queued. Returns the units that were updated
@@ -453,9 +397,9 @@ class Stepper:
             for param in unit.params:
                 param.grad = None
         self._drop_gradients()
-        self._accesses.drain()
+        self.accesses.drain()
         applied = []
-        for gradient in self._gradients.taken():
+        for gradient in self.gradients.taken():
             if gradient.unit.updated and gradient.updated.succeeded:
                 applied.append(gradient.unit)
             elif gradient.unit.updated:  # the update was refused

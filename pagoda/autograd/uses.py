@@ -30,7 +30,7 @@ from pagoda.parameters.hidden import (
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.trace import Phase
 
-_EXPORTS = frozenset({"__array__", "numpy"})
+EXPORTS = frozenset({"__array__", "numpy"})
 """Functions whose result shares memory with the values, where torch does not see writes. They get a copy, which cannot
 be written to."""
 _WRITING_OPERATORS = frozenset({"__setitem__"}).union(
@@ -63,7 +63,7 @@ class Uses:
         Raises UsageError if it writes to one although its name does not tell.
         """
         if name.startswith("_foreach_") and len(args[0]) > 1:
-            return _one_by_one(func, args, kwargs)
+            return one_by_one(func, args, kwargs)
         used = args[:1] if name in READS_FIRST else (args, kwargs)
         hidden = [vars(root_of(leaf))[HOME].open() for leaf in hidden_in(used)]
         for state in hidden:
@@ -73,7 +73,7 @@ class Uses:
         engines = dict.fromkeys(state.engine for state in states.values())
         in_forward = any(engine.active_forwards.runs_here for engine in engines)
         writes = not in_forward and _writes(name, args, kwargs)
-        copies = writes or name in _EXPORTS or len({state.unit for state in states.values()}) > 1
+        copies = writes or name in EXPORTS or len({state.unit for state in states.values()}) > 1
         with ExitStack() as stack:
             for engine in engines:
                 stack.enter_context(engine.active_forwards.around_function())
@@ -83,14 +83,14 @@ class Uses:
                 values[root] = uses._own(root, state) if writes else uses._lent(root, state, copies, stack)
             given = {id(leaf): _given(leaf, values[root_of(leaf)], copies, links=not writes) for leaf in leaves}
             versions = {key: value._version for key, value in given.items()}
-            result = func(*_replaced(args, given), **_replaced(kwargs, given))
+            result = func(*replaced(args, given), **replaced(kwargs, given))
             for root in dict.fromkeys(map(root_of, leaves)):
                 if any(given[id(leaf)]._version != versions[id(leaf)] for leaf in leaves if root_of(leaf) is root):
                     _write(states[root], values[root], name, allowed=writes)
-        if name in _EXPORTS:
+        if name in EXPORTS:
             result.setflags(write=False)
         elif not in_forward:
-            result = _hidden_again(result, name, func, args, kwargs, given)
+            result = hidden_again(result, name, func, args, kwargs, given)
         return result
 
     def _lent(self, root: Any, state: Any, copies: bool, stack: ExitStack) -> torch.Tensor:
@@ -144,7 +144,8 @@ def _given(leaf: Any, values: torch.Tensor, copies: bool, links: bool) -> torch.
     return values
 
 
-def _replaced(arguments: Any, given: Mapping[int, torch.Tensor]) -> Any:
+def replaced(arguments: Any, given: Mapping[int, torch.Tensor]) -> Any:
+    """Arguments with other tensors in place of some. `given`: identity of a tensor -> another."""
     return tree_map(lambda leaf: given.get(id(leaf), leaf), arguments)
 
 
@@ -161,16 +162,16 @@ def _write(state: Any, values: torch.Tensor, name: str, allowed: bool) -> None:
     state.overwrite(state.unit.stored(state.slot, values.detach()))
 
 
-def _hidden_again(
+def hidden_again(
     result: Any, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[int, torch.Tensor]
 ) -> Any:
-    """The result of a function, with hidden tensors in place of those that share memory with what it was given."""
+    """The result of a function, with hidden tensors in place of those that share memory with what it was `given`."""
     parts, structure = tree_flatten(result)
     memory = {_storage(each) for each in given.values()} - {None}
     shared = [index for index, part in enumerate(parts) if _storage(part) in memory]
     if not shared:
         return result
-    leaves = {id(given[id(leaf)]): leaf for leaf in hidden_in((args, kwargs))}
+    leaves = {id(given[id(leaf)]): leaf for leaf in hidden_in((args, kwargs)) if id(leaf) in given}
     views: list[Any] = []
     for index in shared:
         if id(parts[index]) not in leaves and not views:
@@ -198,7 +199,7 @@ def _storage(value: Any) -> int | None:
     return None if hasattr(mine, "__tensor_flatten__") else mine.untyped_storage()._cdata
 
 
-def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function on lists of tensors, on one tensor of each list at a time."""
     results = []
     for index in range(len(args[0])):

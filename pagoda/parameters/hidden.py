@@ -18,6 +18,8 @@ Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 HOME = "_pagoda_home"
 """Attribute of a managed parameter. Its `open()` returns engine, unit and slot, with `read` and `overwrite`."""
+GRADIENT = "_pagoda_gradient"
+"""Attribute of a hidden tensor that a parameter shows as its gradient. Its `call` carries out functions."""
 _VIEW = "_pagoda_view"
 """Attribute of a view of a hidden tensor: its `_View`."""
 
@@ -31,13 +33,13 @@ _MADE_ANEW = frozenset(
 )
 """Functions that read no value of the tensor and return a tensor with values of its own."""
 
-_MOVED = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"})
+MOVED = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"})
 """Functions that return the tensor itself if it is already as asked. Libraries call them without using values."""
 
 _LIKE_ANOTHER = frozenset({"expand_as", "reshape_as", "type_as", "view_as"})
 """Functions that read only shape, dtype or device of all arguments except the first."""
 
-READS_FIRST = _LIKE_ANOTHER | _MOVED
+READS_FIRST = _LIKE_ANOTHER | MOVED
 """Functions that use values of the first argument alone."""
 
 _VIEW_ATTRIBUTES = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
@@ -76,9 +78,14 @@ class Hidden:
         first = args[0] if args else None
         if name in ("copy_", "set_") and len(args) > 1 and args[1] is first:
             return first  # `load_state_dict` ends with this, after its values were written to pages
-        if (name, attribute) == ("__set__", "data") and not isinstance(args[1], Hidden):
+        if (name, attribute) == ("__set__", "grad") and isinstance(args[1], torch.Tensor) and HOME in vars(first):
+            home = vars(first)[HOME].open()
+            return home.engine.stepper.values.assign(home.unit, home.slot, args[1])
+        if (name, attribute) == ("__set__", "data") and not _is_same(first, args[1]):
+            if is_gradient(first):
+                return _use(func, name, args, kwargs)
             _refuse("cannot be given other data", args)
-        if name in _REFUSED and not in_forward(first):
+        if name in _REFUSED and not in_forward(first) and not (name == "__reduce_ex__" and is_gradient(first)):
             _refuse(f"cannot be used in {name}()", (args, kwargs))
         is_view = name == "__get__" and attribute in _VIEW_ATTRIBUTES
         if not is_view if attribute else _reads_no_value(name, first):
@@ -87,7 +94,9 @@ class Hidden:
         if isinstance(first, Hidden) and not in_forward(first):
             if is_view or name in _VIEW_METHODS:
                 return views_of(func, args, kwargs)[0]
-            if name in _MOVED and _moves_nothing(func, args, kwargs):
+            # `grad.detach().cpu()` is a copy that may be kept, `grad.cpu()` is what a module sets that is moved.
+            is_kept = is_gradient(first) and root_of(first) is not first
+            if name in MOVED and not is_kept and _moves_nothing(func, args, kwargs):
                 return first
         return _use(func, name, args, kwargs)
 
@@ -109,24 +118,25 @@ class Hidden:
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
-            if (home := vars(root_of(self)).get(HOME)) is not None and home.open().engine.rank_group is None:
+            root = vars(root_of(self))
+            if root[GRADIENT].is_alone if GRADIENT in root else root[HOME].open().engine.rank_group is None:
                 return repr(self.__deepcopy__({}))
-        except PagodaError:
-            pass  # the weights are gone or damaged; whoever prints, may print an error
+        except (PagodaError, KeyError):
+            pass  # the values are gone or damaged; whoever prints, may print an error
         shape = tuple(self.shape)  # type: ignore[attr-defined]
-        return f"<parameter {name_of(self)!r}, shape {shape}, whose weights are in Pagoda's pages>"
+        return f"<{name_of(self)!r}, shape {shape}, whose values are in Pagoda's pages>"
 
 
 def _reads_no_value(name: str, first: Any) -> bool:
     if name == "data_ptr":
         return not in_forward(first)  # a kernel may be about to read there
-    if name in _LIKE_ANOTHER or name in _MOVED:
+    if name in _LIKE_ANOTHER or name in MOVED:
         return not isinstance(first, Hidden)
     return name in _HARMLESS or name in _MADE_ANEW
 
 
 def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function of `_MOVED` returns the tensor itself."""
+    """Whether a function of `MOVED` returns the tensor itself."""
     with as_plain():
         empty = torch.empty((0,) * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
         return func(empty, *args[1:], **kwargs) is empty
@@ -134,6 +144,9 @@ def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _use(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out a function that uses values."""
+    for root in map(root_of, hidden_in((args, kwargs))):
+        if (gradient := vars(root).get(GRADIENT)) is not None:
+            return gradient.call(func, name, args, kwargs)
     homes = [vars(root).get(HOME) for root in map(root_of, hidden_in((args, kwargs)))]
     if None in homes:
         raise UsageError(
@@ -193,6 +206,16 @@ def root_of(tensor: Any) -> Any:
 def hidden_in(arguments: Any) -> list[Any]:
     """The hidden tensors in arguments of a function."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
+
+
+def is_gradient(tensor: Any) -> bool:
+    """Whether a hidden tensor is a parameter's gradient, or a view of one."""
+    return isinstance(tensor, Hidden) and GRADIENT in vars(root_of(tensor))
+
+
+def _is_same(tensor: Any, other: Any) -> bool:
+    """Whether two tensors are hidden tensors of the same values, as `module.cpu()` gives them to each other."""
+    return isinstance(tensor, Hidden) and isinstance(other, Hidden) and root_of(tensor) is root_of(other)
 
 
 def in_forward(tensor: Any) -> bool:

@@ -135,7 +135,7 @@ class LiveUnit:
         """The marker of each trainable parameter, which it shows as its gradient while the gradient is in its
         extent."""
         self.marked: set[int] = set()
-        """Slots with a gradient that no update has taken and nobody has dropped. Their markers stand for it."""
+        """Slots with a gradient that no update has taken. Their markers stand for it, unless the user drops it."""
         self.forms = [
             DTensorForm.of(param, stored_whole=slot.param.shard is None) or QuantizedForm.of(param, dtype)
             for param, slot in zip(params, spec.slots, strict=True)
@@ -239,6 +239,16 @@ class LiveUnit:
     def replace(self, slot: int, param: nn.Parameter) -> None:
         """Put a parameter in the place of one that was planned."""
         self.params[slot], self._kinds[slot] = param, type(param)
+
+    def mark(self, slot: int) -> None:
+        """Show the marker of a parameter as its gradient."""
+        with as_plain():
+            self.params[slot].grad = self.markers[slot]
+        self.marked.add(slot)
+
+    def has_gradient(self, slot: int) -> bool:
+        """Whether the next step uses a gradient of a parameter."""
+        return slot in self.marked and self.params[slot].grad is not None
 
     @property
     def expected(self) -> list[int]:

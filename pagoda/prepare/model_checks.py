@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from operator import is_
 
 import torch
@@ -197,9 +197,10 @@ class Members:
         self._not_in_pages = [param for param in self._model.parameters() if id(param) not in self._in_pages]
 
 
-def check_step(stepped: list[nn.Parameter]) -> None:
-    """Raises UsageError if a step would train nothing. `stepped`: the parameters in the optimizer's groups."""
-    if not any(param.requires_grad or param.grad is not None for param in stepped):
+def check_step(trains: Iterable[bool]) -> None:
+    """Raises UsageError if a step would train nothing. `trains`: for each parameter in the optimizer's groups, whether
+    it is not frozen or has a gradient."""
+    if not any(trains):
         raise UsageError(
             "Every parameter of the optimizer is frozen (requires_grad=False) and none has a gradient, so this step "
             "trains nothing. If peft.get_peft_model or other code froze them after wrap(), call it before wrap(); "

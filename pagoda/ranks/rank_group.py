@@ -134,9 +134,9 @@ class RankGroup:
         trained = [(unit, slot) for unit in self._units for slot in range(unit.trainable)]
 
         def work() -> list[tuple[bool, list[float]]]:
-            shown = [unit.params[slot].grad is not None for unit, slot in trained]
+            shown = [unit.has_gradient(slot) for unit, slot in trained]
             gradients = self._marked()
-            here = [unit.params[slot].grad is not None for unit, slot in trained]
+            here = [unit.has_gradient(slot) for unit, slot in trained]
             sums = [
                 gradients[unit.index].square_sums[slot]
                 if unit.index in gradients and self._shards.counts(unit.spec, slot)
@@ -185,7 +185,7 @@ class RankGroup:
         that has made none may have those of other ranks, and drops them in the DROP of these."""
         if self._reducer is None:
             return True
-        made = any(any(gradient.arrivals) for gradient in self._gradients.untaken())
+        made = any(gradient.by_hand or any(gradient.arrivals) for gradient in self._gradients.untaken())
         if made:
             self._reducer.drop()
         self.collectives.drop_gradients(made)
@@ -202,9 +202,8 @@ class RankGroup:
         gradients = self._gradients.of_step()
         for gradient in gradients.values():
             for slot in gradient.present:
-                if not gradient.arrivals[slot]:
-                    gradient.unit.params[slot].grad = gradient.unit.markers[slot]
-                    gradient.unit.marked.add(slot)
+                if slot not in gradient.unit.marked:
+                    gradient.unit.mark(slot)
         return gradients
 
     def _assemble(self, spec: UnitSpec, state: str, start: int, out: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from pagoda.optim.rule import Hyper
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD, WEIGHT
 from pagoda.plan.placement import BOUNCE, STAGING
+from pagoda.plan.slices import Span
 from pagoda.plan.tiers import HOST, update_threads
 from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, taken
 from pagoda.runtime.lanes import Handle, Lane, wait_all
@@ -68,8 +69,10 @@ class UnitGradient:
         self.order = [0] * unit.trainable
         """Position of each parameter's last arrival among all arrivals of all units."""
         self.present: set[int] = set()
-        """Slots whose gradient is in the buffer. With several ranks, some parameters may have gradients on other ranks
-        only."""
+        """Slots whose gradient is in the buffer, because ranks have added it up or the user has written it. With
+        several ranks, some parameters may have gradients on other ranks only."""
+        self.by_hand = False
+        """Whether the user has written any of it."""
         self.bad_elsewhere: int | None = None
         """Slot whose gradient is not finite on some rank, if one is known."""
         self.square_sums = [0.0] * unit.trainable
@@ -180,10 +183,13 @@ class GradientBuffers:
         """Room for `_bounced` elements each, in which gradients from a separate device land before they are added."""
         self._most_in_flight = plan.gradients_in_flight_bytes
 
+    def dtype(self, unit: LiveUnit) -> torch.dtype:
+        """The dtype of a unit's gradient in its buffer."""
+        return self._store.dtype(unit.index, GRAD)
+
     def arriving(self, unit: LiveUnit) -> torch.dtype:
         """The dtype of a unit's gradient on its way to its extent."""
-        store = self._store
-        return arriving_dtype(store.dtype(unit.index, GRAD), store.dtype(unit.index, WEIGHT))
+        return arriving_dtype(self.dtype(unit), self._store.dtype(unit.index, WEIGHT))
 
     # --- of this step ---
 
@@ -244,6 +250,67 @@ class GradientBuffers:
         """
         made, gradient.made = gradient.made, []
         return partial(self._submit, gradient, made), sum(each.values.nbytes for each in made)
+
+    def copy_of(self, gradient: UnitGradient, slot: int) -> torch.Tensor:
+        """A copy of a parameter's gradient, flat, in the dtype and the memory of its buffer. The gradient has arrived,
+        and is lent to compute. Elements that only other ranks have are undefined."""
+        buffer = gradient.buffer
+        copy = buffer.new_empty(gradient.unit.spec.slots[slot].param.numel)
+        for first, part in self._parts(gradient.unit, slot):
+            copy[first : first + len(part)] = buffer[part.at : part.at + len(part)]
+        return copy
+
+    def whole(self, gradient: UnitGradient, slot: int, copy: torch.Tensor) -> torch.Tensor:
+        """Complete the result of `copy_of`. Ranks that have slices of the gradient call this at the same point."""
+        spec, assemble = gradient.unit.spec, self._store.assemble
+        if assemble is None or not self._store.shards.is_sliced(spec, GRAD):
+            return copy
+        copy = copy.cpu()
+        assemble(spec, GRAD, spec.slots[slot].offset, copy)
+        return copy
+
+    def replace(self, gradient: UnitGradient, slot: int, values: torch.Tensor) -> Delivery:
+        """The transfer that stores `values`, flat and in the dtype of buffers, as a parameter's gradient."""
+        unit, spec = gradient.unit, gradient.unit.spec
+        gradient.present.add(slot)
+        gradient.by_hand = True
+        if gradient.bad_elsewhere == slot:
+            gradient.bad_elsewhere = None
+        self._device.computing()
+        on_device, issued = self._store.lives_on_device(unit.index, GRAD), self._device.fence()
+        values = values if on_device else values.cpu()
+        kernel = gradient_kernels(values.dtype).store_gradient
+        mine = self._store.shards.updated(spec)
+
+        def store() -> None:
+            sums = []
+            for first, part in self._parts(unit, slot):
+                borders = {
+                    part.start,
+                    part.stop,
+                    *(min(max(at, part.start), part.stop) for at in (mine.start, mine.stop)),
+                }
+                for start, stop in itertools.pairwise(sorted(borders)):
+                    into = gradient.buffer[part.at + start - part.start :][: stop - start]
+                    given = values[first + start - part.start :][: stop - start]
+                    if on_device:
+                        arrived = [self._device.store_gradient(kernel, into, given, issued).square_sum()]
+                    else:
+                        arrived = taken(kernel, into, given)
+                    sums += arrived if mine.start <= start < mine.stop else []
+            gradient.square_sums[slot] = math.fsum(sums)
+
+        moved = 0 if unit.spec.on_host or on_device else values.nbytes
+        return lambda: self._lanes["d2h"].submit(store, (), moved, f"offload {spec.name}")
+
+    def _parts(self, unit: LiveUnit, slot: int) -> Iterator[tuple[int, Span]]:
+        """This rank's elements of a parameter's gradient: where they begin in the parameter, and their place in the
+        unit and in the buffer."""
+        placed = unit.spec.slots[slot]
+        for span in self._store.shards.spans(unit.spec, GRAD):
+            part = span.within(placed.offset, placed.offset + placed.param.numel)
+            if part is not None:
+                yield part.start - placed.offset, part
 
     def count(self, gradient: UnitGradient, slot: int, accumulate: bool) -> None:
         """Autograd has delivered a parameter's gradient. It is the first of the step unless `accumulate`."""

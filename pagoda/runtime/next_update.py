@@ -40,7 +40,7 @@ class NextHypers:
         slot's gradient."""
         hypers: dict[int, Hyper] = {}
         for slot in range(unit.trainable):
-            if unit.params[slot].grad is None:
+            if not unit.has_gradient(slot):
                 continue
             rule, step, factor = self.rule(unit, slot), unit.steps[slot] + 1, scale(slot)
             key = id(rule), step, factor
@@ -109,11 +109,11 @@ def check_frozen(units: Iterable[LiveUnit]) -> None:
 
 
 def check_is_ours(unit: LiveUnit, slot: int) -> None:
-    """Raises UsageError if someone else has set a parameter's gradient, which nothing would read."""
+    """Raises UsageError if a gradient is about to be added to one that nothing has told of."""
     grad = unit.params[slot].grad
-    if grad is not None and (grad is not unit.markers[slot] or slot not in unit.marked):
+    if grad is not None and grad is not unit.markers[slot]:
         raise UsageError(
-            f"The gradient of {unit.name(slot)!r} was set by hand, or put back after it was dropped or used, or "
-            "two threads ran backward at once. Pagoda's updates take gradients from one backward at a time: set it to "
-            "None. To change gradients, scale the loss, or change them as they arrive, by param.register_hook(...)."
+            f"Backward adds to the gradient of {unit.name(slot)!r}, which was set inside a forward or inside "
+            "pagoda.gathered(...), or two threads ran backward at once. Set gradients elsewhere, and let one backward "
+            "wait for the other."
         )

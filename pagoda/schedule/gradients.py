@@ -117,6 +117,14 @@ class Gradients:
         if last:
             self.drop(record)
 
+    def lend(self, unit: int, lent: bool) -> None:
+        """Compute wants to read the gradient of this step of a unit, once it `is_here`. Not `lent`: it has read it."""
+        record = self._records.get(unit)
+        if record is not None:
+            record.lent = lent
+            self._changed(record)
+            self.usable(record)
+
     def drop(self, record: GradientRecord) -> None:
         """Drop a gradient that is no longer needed."""
         self._waiting.pop(record, None)
@@ -140,6 +148,12 @@ class Gradients:
             self._wait(record)
         return not (record.lacks_buffer or record.transferring)
 
+    def is_here(self, unit: int) -> bool:
+        """Whether compute can read the gradient of a unit that was lent to it, and nothing newer is on its way. False
+        if an update has taken it."""
+        record = self._records.get(unit)
+        return record is not None and record.arrived and not (record.lacks_buffer or record.transferring)
+
     @property
     def exhausted(self) -> bool:
         """Whether a gradient has no buffer, and nothing that is under way will free one."""
@@ -162,7 +176,7 @@ class Gradients:
         """Give buffers to the records that wait for one. Updates come first, because they free buffers."""
         self.changes = False
         for record in sorted(self._waiting, key=lambda record: not record.wanted):
-            if record.transferring or (record.in_use and record.made):
+            if record.transferring or (record.made and (record.in_use or record.lent)):
                 continue
             if not self._has_buffer(record):
                 if not record.wanted:

@@ -52,8 +52,10 @@ class GradientRecord:
     """Whether this backward adds nothing more to the gradient."""
     in_use: bool = False
     """Whether an update reads the buffer."""
+    lent: bool = False
+    """Whether compute reads the buffer, or waits to read it."""
     wanted: bool = False
-    """Whether an update waits for the gradient to be in RAM."""
+    """Whether an update or compute waits for the gradient to be in RAM."""
     lost: bool = False
     """Whether a part of the gradient failed to arrive or to be read back. A lost gradient cannot be used."""
     dropped: bool = False
@@ -64,7 +66,7 @@ class GradientRecord:
     @property
     def busy(self) -> bool:
         """Whether something moves or reads the buffer, so that it must stay."""
-        return self.arriving > 0 or self.transferring or self.in_use
+        return self.arriving > 0 or self.transferring or self.in_use or self.lent
 
     @property
     def arrived(self) -> bool:

@@ -115,6 +115,11 @@ class Scheduler:
             self.updates.ask_early(record)
         self._pump()
 
+    def lend_gradient(self, unit: int, lent: bool) -> None:
+        """Compute reads the gradient of this step of a unit, once `gradient_is_here`, until it is not `lent` any more."""
+        self.gradients.lend(unit, lent)
+        self._pump(ranks_agree=False)
+
     def end_step(
         self,
         clipped: bool = False,
@@ -329,6 +334,10 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether nothing is under way. If compute waits now, it waits forever, because there is too little memory."""
         return self._under_way == 0
+
+    def gradient_is_here(self, unit: int) -> bool:
+        """Whether compute can read the gradient that it was lent."""
+        return self.gradients.is_here(unit)
 
     @property
     def held_back(self) -> tuple[Kind, int] | None:
