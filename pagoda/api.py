@@ -54,7 +54,7 @@ from pagoda.plan.tiers import SSD
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.prepare.compiled import compiled_in_place
-from pagoda.prepare.construct import Builder, describe, init, live_units, move_buffers, owners_of
+from pagoda.prepare.construct import Builder, describe, hold_made_anew, init, live_units, move_buffers, owners_of
 from pagoda.prepare.model_checks import (
     check_batch_norms,
     check_model,
@@ -313,6 +313,9 @@ class _Wrapping:
         """Write the values of every state to its home, and move buffers. With several ranks, the values are those of
         rank 0."""
         of_first = None if self._links.ranks is None else partial(from_first, self._links.ranks)
+        hold_made_anew(
+            self._model, self._states[0].dtype, engine.device.torch_device, of_first or (lambda mine: mine)
+        )
         holders = owners_of(self._model)
         with tiling.undone():
             Builder(self._model, engine, tiling, holders, of_first).build(engine.units)
