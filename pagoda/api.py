@@ -313,9 +313,7 @@ class _Wrapping:
         """Write the values of every state to its home, and move buffers. With several ranks, the values are those of
         rank 0."""
         of_first = None if self._links.ranks is None else partial(from_first, self._links.ranks)
-        hold_made_anew(
-            self._model, self._states[0].dtype, engine.device.torch_device, of_first or (lambda mine: mine)
-        )
+        hold_made_anew(self._model, self._states[0].dtype, engine.device.torch_device, of_first or (lambda mine: mine))
         holders = owners_of(self._model)
         with tiling.undone():
             Builder(self._model, engine, tiling, holders, of_first).build(engine.units)
@@ -327,15 +325,15 @@ class _Wrapping:
 
 
 def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
-    """Load a transformers model from a local Hugging Face directory or a checkpoint, for `wrap` to place.
+    """Load a transformers model from a local Hugging Face directory, a GGUF file or a checkpoint, for `wrap` to place.
 
     It works like `from_pretrained`, with the same rules for the names in the files. But the weights stay in their files
     until `wrap` copies them to their tier in pieces, so the files must stay. Until then the model may be changed like
     any other: copies and parts of weights stay in the files, other operations read what they need.
     Values in fp32, fp16 and bf16 become the fp32 master unchanged. Quantized weights (MXFP4, FP8 in blocks,
-    bitsandbytes) are dequantized when they are read. From a checkpoint, it loads the weights that
-    `export` would write, with adapters merged, but no optimizer state. The model is in training mode. Nothing is
-    downloaded, and no code from the directory runs.
+    bitsandbytes, GGUF) are dequantized when they are read, a matrix or an expert at a time. From a checkpoint, it loads
+    the weights that `export` would write, with adapters merged, but no optimizer state. The model is in training mode.
+    Nothing is downloaded, and no code from the directory runs.
 
     `model_class` is a class of transformers: an Auto class or a model class. By default it is the class that the
     directory's config.json names. Parameters that the files lack are initialised as in a new model, with a warning.

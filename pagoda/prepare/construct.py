@@ -209,8 +209,8 @@ def move_buffers(model: nn.Module, device: torch.device, in_ram: Container[str])
 def hold_made_anew(
     model: nn.Module, dtype: torch.dtype, device: torch.device, from_first: Callable[..., torch.Tensor]
 ) -> None:
-    """Give the frozen parameters that are `made_anew` values of `dtype` in the memory of the compute device, for as long
-    as the model lives. Warns of them."""
+    """Give the frozen parameters that are `made_anew` values of `dtype` in the memory of the compute device. Warns of
+    them."""
     names = sorted(made_anew(model))
     for name in names:
         holder, _, short = name.rpartition(".")
