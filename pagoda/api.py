@@ -54,7 +54,7 @@ from pagoda.plan.tiers import SSD
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.prepare.compiled import compiled_in_place
-from pagoda.prepare.construct import Builder, describe, init, live_units, move_buffers, owners_of
+from pagoda.prepare.construct import Builder, describe, hold_made_anew, init, live_units, move_buffers, owners_of
 from pagoda.prepare.model_checks import (
     check_batch_norms,
     check_converted,
@@ -322,6 +322,7 @@ class _Wrapping:
         """Write the values of every state to its home, and move buffers. With several ranks, the values are those of
         rank 0."""
         of_first = None if self._links.ranks is None else partial(from_first, self._links.ranks)
+        hold_made_anew(self._model, self._states[0].dtype, engine.device.torch_device, of_first or (lambda mine: mine))
         holders = owners_of(self._model)
         with tiling.undone():
             Builder(self._model, engine, tiling, holders, of_first).build(engine.units)
@@ -333,14 +334,15 @@ class _Wrapping:
 
 
 def load(directory: str | Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """Load a transformers model from a local Hugging Face directory or a checkpoint, for `wrap` to place.
+    """Load a transformers model from a local Hugging Face directory, a GGUF file or a checkpoint, for `wrap` to place.
 
     It works like `from_pretrained`, with the same rules for the names in the files, and for dtypes: parameters are in
     `dtype`, by default that of config.json, and in fp32 where transformers keeps it. But the weights stay in their
     files until `wrap` copies them to their tier in pieces, so the files must stay. Until then the model may be changed
     like any other: copies and parts of weights stay in the files, other operations read what they need. Quantized
-    weights (MXFP4, FP8 in blocks, bitsandbytes) are dequantized when they are read. From a checkpoint, it loads the
-    weights that `export` would write, with adapters merged, but no optimizer state. The model is in training mode.
+    weights (MXFP4, FP8 in blocks, bitsandbytes, GGUF) are dequantized when they are read, a matrix or an expert at a
+    time. From a checkpoint, it loads the weights that `export` would write, with adapters merged, but no optimizer
+    state. The model is in training mode.
     Nothing is downloaded, and no code from the directory runs.
 
     `model_class` is a class of transformers: an Auto class or a model class. By default it is the class that the

@@ -20,7 +20,7 @@ from pagoda.checkpoint.state_dicts import WeightStateDicts
 from pagoda.engine import Engine
 from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import DTensorForm
-from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
+from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings, made_anew
 from pagoda.optim.rule import Rule
 from pagoda.optim.torch_optimizer import Mode, Optim
 from pagoda.parameters.hidden import as_plain
@@ -471,8 +471,9 @@ def guard_merging(model: nn.Module) -> None:
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return
+    anew = made_anew(model)
     for name, module in model.named_modules():
-        if isinstance(module, peft.BaseTunerLayer):
+        if isinstance(module, peft.BaseTunerLayer) and not any(each.startswith(f"{name}.") for each in anew):
             for method in ("merge", "unmerge"):
                 module.__dict__[method] = partial(_where_gathered, getattr(module, method), module, f"{name}.{method}")
 

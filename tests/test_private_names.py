@@ -76,6 +76,8 @@ UNDOCUMENTED = {
     "rename_source_key",
     "transformers.conversion_mapping": "get_model_conversion_mapping",
     "transformers.utils.loading_report": "LoadStateDictInfo",
+    "transformers.modeling_gguf_pytorch_utils": "load_gguf_checkpoint get_gguf_hf_weights_map read_field "
+    "TENSOR_PROCESSORS TensorProcessor",
 }
 """Public by name, but no interface of transformers: loading and export of models whose tensors it renames."""
 

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.dequantize import dequantized, quantization_of
+from pagoda.checkpoint.gguf import gguf_tensors
 from pagoda.checkpoint.lazy import LazyTensor, tensors_of
 from pagoda.checkpoint.tensors import TensorFile, chunks
 from pagoda.checkpoint.waiting import WaitingTensor, set_source
 from pagoda.errors import CheckpointError, ConfigError
+from pagoda.models.gguf import gguf_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
@@ -43,11 +45,13 @@ class Pretrained:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face directory. Empty if it has no weights.
+    """The safetensors files of a Hugging Face directory, or its GGUF file. Empty if it has no weights.
 
     Raises ConfigError if the index cannot be read, or if the weights are in a format that cannot be read in pieces.
     """
     index = directory / INDEX
+    if (file := gguf_in(directory)) is not None:
+        return [file]
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     if index.is_file():
@@ -70,13 +74,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def dtype_of_files(directory: Path) -> torch.dtype | None:
-    """The dtype of the first floating-point tensor in the files of a directory. None if there is none."""
+    """The dtype of the first floating-point tensor in the files of a directory. None if there is none, and for a GGUF
+    file, whose values are mostly quantized."""
+    if gguf_in(directory) is not None:
+        return None
     specs = (spec for path in weight_files(directory) for spec in TensorFile(path).specs.values())
     return next((spec.dtype for spec in specs if spec.dtype in _FLOATS), None)
 
 
 def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
-    """Give a transformers model, built in `pagoda.init()`, the weights of a directory.
+    """Give a transformers model, built in `pagoda.init()`, the weights of a directory or GGUF file.
 
     Real parameters and buffers get their values now. Parameters that wait get a reference to their values, which `wrap`
     reads piece by piece, directly into their tier. Values are exact, because fp32, fp16 and bf16 all fit
@@ -86,6 +93,9 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     another model, if shapes differ from the model's, or if the files have different values for tied parameters. Raises
     CheckpointError if a file is damaged.
     """
+    if (gguf := gguf_in(directory)) is not None:
+        missing, unexpected = attach_tensors(model, gguf, gguf_tensors(model, gguf))
+        return Pretrained(1, gguf.stat().st_size, missing, unexpected)
     quantization = quantization_of(directory)
     files = [TensorFile(path) for path in weight_files(directory)]
     if not files:

@@ -27,6 +27,8 @@ LATE = "late"
 unit and the lag of each trainable parameter, by stored name. WEIGHT_BACK then has the weights that steps read."""
 BUFFERS = "buffers"
 """The model's persistent buffers, which a checkpoint has in addition to its states."""
+MODULE_STATES = "module_states"
+"""What modules keep otherwise, such as the results of `get_extra_state()`, as bytes. Absent if there is nothing."""
 _CUT = {"shape": [int], "parts": [str]}
 _FORM = {
     "id": CHECKPOINT_ID,
@@ -67,13 +69,15 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
         self._cuts: dict[str, Any] = {**self.manifest[TILES], **self.manifest[SHARDS]}
         """Parameter that is stored in parts -> its shape, the names of its parts in order, and the dimension of
         shards."""
+        self.apart = (BUFFERS, *(state for state in (MODULE_STATES,) if state in self.manifest["hashes"]))
+        """What it has in addition to states of parameters."""
         self.tensors: dict[str, dict[str, LazyTensor]] = {}
-        """State, or `BUFFERS` -> name -> tensor, in the order of the model. Reading one raises CheckpointError if its
-        data is damaged."""
+        """State, or one of `apart` -> name -> tensor, in the order of the model. Reading one raises CheckpointError if
+        its data is damaged."""
         self._elements: dict[str, int] = {}
         """Stored part of a parameter -> number of its elements."""
         with ExitStack() as opened:
-            for state in (*self.manifest["states"], BUFFERS):
+            for state in (*self.manifest["states"], *self.apart):
                 file = TensorFile(directory / f"{state}.safetensors", self.manifest["hashes"].get(state, {}))
                 opened.enter_context(closing(file))
                 self.tensors[state] = tensors_of(file)
@@ -137,7 +141,7 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
 
         Several readers can divide the work: this one reads share number `share` of `of`.
         """
-        tensors = [tensor for state in (*self.states, BUFFERS) for tensor in self.tensors[state].values()]
+        tensors = [tensor for state in (*self.states, *self.apart) for tensor in self.tensors[state].values()]
         for tensor in islice(tensors, share, None, of):
             try:
                 for start, count in chunks(tensor.numel()):
@@ -208,7 +212,11 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
         except FormError as error:
             raise self._damaged(str(error)) from error
         states = self.manifest["states"]
-        if not all(map(str.isidentifier, states)) or BUFFERS in states or len({*states}) < len(states):
+        if (
+            not all(map(str.isidentifier, states))
+            or {BUFFERS, MODULE_STATES} & {*states}
+            or len({*states}) < len(states)
+        ):
             raise self._damaged(f"'states' is {states}")
         late = self.manifest.get(LATE)
         if (WEIGHT_BACK in states) is (late is None):

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -16,12 +16,21 @@ from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.directory import Removable, check_absent, remove_leftovers, write_manifest
 from pagoda.checkpoint.kept_pages import KeptPages, paged_unit
 from pagoda.checkpoint.model_config import model_record
+from pagoda.checkpoint.module_states import as_bytes, from_bytes, grown, load_into, module_states
 from pagoda.checkpoint.optimizer_states import stored_entry
 from pagoda.checkpoint.paged import PAGED, joined_pages, with_ranks
+from pagoda.checkpoint.pretrained import listed
 from pagoda.checkpoint.rank_files import Files
-from pagoda.checkpoint.reader import BUFFERS, LATE, SHARDS, TILES, SavedCheckpoint
+from pagoda.checkpoint.reader import BUFFERS, LATE, MODULE_STATES, SHARDS, TILES, SavedCheckpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.state import OF_WEIGHTS, ParameterState, all_states, gather_from_all_stages, unpaged
+from pagoda.checkpoint.state import (
+    OF_WEIGHTS,
+    ParameterState,
+    all_states,
+    gather_from_all_stages,
+    named_tensors,
+    unpaged,
+)
 from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError
@@ -36,6 +45,8 @@ from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture, CapturedPiece
 from pagoda.schedule.records import Late
 
+Specs = dict[str, list[TensorSpec]]
+"""File -> its tensors."""
 Adoptable = dict[tuple[int, str], tuple[CommittedPages, PageRun]]
 """(unit, state) -> pages of a checkpoint that hold it in the same layout as this run."""
 _log = logging.getLogger("pagoda")
@@ -52,6 +63,8 @@ class Snapshot:
         self._model = model
         self._engine = engine
         self._states = engine.plan.layout.states
+        self._shapes = {name: tensor.shape for name, tensor in unpaged(model)}
+        """Those of buffers, when they were last compared."""
 
     def save(
         self,
@@ -69,8 +82,9 @@ class Snapshot:
         """
         self._engine.check_between_steps()
         check_absent(directory)
-        buffers = dict(unpaged(self._model))
-        buffer_specs = self._buffer_specs(buffers)
+        self._warn_of_growth()
+        apart = self._apart()
+        apart_specs = self._apart_specs(apart)
         # The first rank decides which checkpoints are replaced, and the new checkpoint's id.
         mine = rng_state(), list(replaces), new_checkpoint_id()
         said = gather_from_all_stages(self._engine, "save_checkpoint()", mine)
@@ -97,9 +111,9 @@ class Snapshot:
             most = self._engine.plan.options.max_staleness
             content[LATE] = {"max_staleness": most, "turn": contents.turn, "parameters": contents.lags}
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
-        copies = {name: buffer.cpu().clone() for name, buffer in buffers.items()}
+        copies = {file: {name: tensor.cpu().clone() for name, tensor in held.items()} for file, held in apart.items()}
         self._engine.accesses.turn.run(
-            self._start, directory, contents, content, copies, buffer_specs, replaces, on_error
+            self._start, directory, contents, content, copies, apart_specs, replaces, on_error
         )
 
     def _start(
@@ -107,8 +121,8 @@ class Snapshot:
         directory: Path,
         contents: Contents,
         content: dict[str, Any],
-        copies: dict[str, torch.Tensor],
-        buffer_specs: list[TensorSpec],
+        copies: dict[str, dict[str, torch.Tensor]],
+        apart_specs: Specs,
         replaces: Sequence[Path],
         on_error: Callable[[Exception], None] | None,
     ) -> None:
@@ -116,7 +130,7 @@ class Snapshot:
         states = self._engine.plan.saved_states if contents.lags else self._states
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
-        specs = self._specs(states, contents, kept, buffer_specs)
+        specs = self._specs(states, contents, kept, apart_specs)
         extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         late = frozenset(unit for unit, lag in enumerate(self._engine.scheduler.late.lags) if lag)
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
@@ -127,26 +141,24 @@ class Snapshot:
         """Bytes of the tensors in the files of a checkpoint. Without `copied`, what would stay in its pages does not
         count. All ranks call this at the same point."""
         kept = KeptPages({}, {}) if copied else KeptPages.of(self._engine, ())
-        contents, buffers = Contents.of(self._engine, groups), self._buffer_specs(dict(unpaged(self._model)))
-        specs = self._specs(self._states, contents, kept, buffers)
+        contents, apart = Contents.of(self._engine, groups), self._apart_specs(self._apart())
+        specs = self._specs(self._states, contents, kept, apart)
         if self._engine.plan.options.max_staleness:  # all weights may lag
             specs[WEIGHT_BACK] = [spec for spec in specs[WEIGHT] if contents.stored[spec.name].steps is not None]
         return sum(spec.nbytes for of_file in specs.values() for spec in of_file)
 
-    def _specs(
-        self, states: Sequence[StateSpec], contents: Contents, kept: KeptPages, buffers: list[TensorSpec]
-    ) -> dict[str, list[TensorSpec]]:
+    def _specs(self, states: Sequence[StateSpec], contents: Contents, kept: KeptPages, apart: Specs) -> Specs:
         """The tensors of each file."""
         specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in states}
-        return {**specs, BUFFERS: buffers}
+        return specs | apart
 
     def _write(
         self,
         directory: Path,
         capture: Capture,
         kept: KeptPages,
-        specs: dict[str, list[TensorSpec]],
-        buffers: dict[str, torch.Tensor],
+        specs: Specs,
+        apart: dict[str, dict[str, torch.Tensor]],
         content: dict[str, Any],
         replaces: Sequence[Path],
     ) -> None:
@@ -157,9 +169,10 @@ class Snapshot:
         try:
             with files.open():
                 self._engine.saver.divide(partial(_write_pieces, capture, files))
-                for name, buffer in buffers.items() if links.mesh.rank == 0 else ():
-                    for start, count in chunks(buffer.numel()):
-                        files.write(BUFFERS, name, start, tensor_bytes(buffer.reshape(-1)[start : start + count]))
+                held = [(file, *one) for file, tensors in apart.items() for one in tensors.items()]
+                for file, name, tensor in held if links.mesh.rank == 0 else ():
+                    for start, count in chunks(tensor.numel()):
+                        files.write(file, name, start, tensor_bytes(tensor.reshape(-1)[start : start + count]))
                 content["hashes"] = files.finish()
                 if any(kept.names.values()):
                     mine = None
@@ -210,8 +223,6 @@ class Snapshot:
         proves to be damaged, the optimizer is unusable until another checkpoint is loaded.
         """
         self._engine.saver.settle()  # it may be the one that is being written
-        buffers = dict(unpaged(self._model))
-        buffer_specs = self._buffer_specs(buffers)
         contents = Contents.of(self._engine, groups)
         with SavedCheckpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
             self._check_fits(checkpoint, contents, groups)
@@ -226,15 +237,15 @@ class Snapshot:
             if checkpoint.lags:
                 weights = contents.whole_specs(self._states[0], lambda _: 1)
                 checkpoint.check(WEIGHT_BACK, [spec for spec in weights if spec.name in contents.trainable])
-            checkpoint.check(BUFFERS, buffer_specs)
             manifest = checkpoint.manifest
+            self._engine.accesses.check_open()
+            self._engine.check_not_gathered("optimizer.load_checkpoint()")
+            self._load_apart(checkpoint)
             with self._engine.replacing(late):
                 for unit in self._engine.units:
                     lags = late.lags and late.lags[unit.index]
                     states = self._engine.plan.saved_states if lags else self._states
                     self._load_unit(unit, states, checkpoint, adoptable)
-                for name, buffer in buffers.items():
-                    buffer.copy_(checkpoint.tensors[BUFFERS][name].whole())
                 for unit in self._engine.units:
                     for param in unit.params:
                         param.grad = None
@@ -336,17 +347,63 @@ class Snapshot:
                         begins, numel = start + part.start - first, part.stop - part.start
                         yield CapturedPiece(index, state, parameter.stored_name, begins, numel, part.at)
 
-    def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
-        """The buffers of all stages. Every rank calls this at the same point."""
+    def _warn_of_growth(self) -> None:
+        """Warn, once for each, of buffers that a new model will not take from a checkpoint."""
+        if names := grown(self._model, self._shapes):
+            _log.warning(
+                "%s got another shape since wrap(), or came later. Only a model in which it has that shape can load "
+                "the checkpoint, or one whose module takes the saved shape in its _load_from_state_dict. Register it "
+                "with persistent=False if no checkpoint needs it.",
+                listed(names),
+            )
+            self._shapes.update({name: tensor.shape for name, tensor in unpaged(self._model)})
+
+    def _apart(self) -> dict[str, dict[str, torch.Tensor]]:
+        """File -> name -> tensor, for what this stage's model has in addition to units."""
+        buffers = dict(unpaged(self._model))
         for name, buffer in buffers.items():
             if buffer.layout is not torch.strided:
                 raise CheckpointError(
                     f"Buffer {name!r} is {buffer.layout}, which a checkpoint cannot hold. Register it with "
                     "persistent=False."
                 )
-        mine = [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+        states = {name: as_bytes(name, state) for name, state in module_states(self._model).items()}
+        return {BUFFERS: buffers, MODULE_STATES: states}
+
+    def _apart_specs(self, apart: dict[str, dict[str, torch.Tensor]]) -> Specs:
+        """The tensors in addition to units, of all stages. Every rank calls this at the same point."""
+        mine = {
+            file: {name: TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in of.items()}
+            for file, of in apart.items()
+        }
         said = gather_from_all_stages(self._engine, "the buffers of a checkpoint", mine)
-        return [*{spec.name: spec for specs in said for spec in specs}.values()]
+        specs = {file: [*{name: spec for each in said for name, spec in each[file].items()}.values()] for file in apart}
+        return {file: of for file, of in specs.items() if of or file == BUFFERS}
+
+    def _load_apart(self, checkpoint: SavedCheckpoint) -> None:
+        """Restore buffers and module states through the model's `load_state_dict()`. If a stage of a pipeline does not
+        accept its own, all raise CheckpointError."""
+        saved = {name: state for state in checkpoint.apart for name in checkpoint.tensors[state]}
+        own, error = self._own(saved), ""
+        try:
+            found = {name: checkpoint.tensors[saved[name]][name].whole() for name in own}
+            given = {name: from_bytes(t) if saved[name] == MODULE_STATES else t for name, t in found.items()}
+            load_into(self._model, given, self._engine.device.torch_device)
+        except CheckpointError as refused:
+            error = str(refused)
+        said = gather_from_all_stages(self._engine, "loading the buffers of a checkpoint", (error, own))
+        if error := next(filter(None, (error for error, _ in said)), ""):
+            raise CheckpointError(f"{checkpoint.directory} does not belong to this model: {error.rstrip('.')}.")
+        if left := saved.keys() - {name for _, names in said for name in names}:
+            raise CheckpointError(f"{checkpoint.directory} has {min(left)!r}, which is in no stage's model.")
+
+    def _own(self, names: Iterable[str]) -> list[str]:
+        """The names that belong to this stage's model: all of them, unless there are other stages."""
+        if self._engine.links.stages is None:
+            return [*names]
+        modules = {name for name, _ in self._model.named_modules(remove_duplicate=False)} - {""}
+        here = {name for name, _ in named_tensors(self._model, every_name=True)}
+        return [name for name in names if name in here or name.rpartition(".")[0] in modules]
 
     def _check_fits(self, checkpoint: SavedCheckpoint, contents: Contents, groups: list[NamedGroup]) -> None:
         """Raises CheckpointError unless everything in the manifest can be restored into this model and optimizer."""

@@ -12,7 +12,7 @@ from torch import nn
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.tensors import chunks
 from pagoda.engine import Engine
-from pagoda.errors import CheckpointError, ConfigError, UsageError
+from pagoda.errors import ConfigError, UsageError
 from pagoda.mesh.dtensors import as_dtensor
 from pagoda.mesh.mesh import Mesh
 from pagoda.optim.flat import join, split, weights_of
@@ -392,17 +392,8 @@ def gather_from_all_stages(engine: Engine, what: str, mine: Any) -> list[Any]:
 
 
 def unpaged(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a state dict that are in no unit, by name: persistent buffers, and parameters not in pages.
-
-    Those of a module with several names have the first one, or `every_name`. Raises CheckpointError if a module has
-    state that is not in tensors.
-    """
-    for prefix, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise CheckpointError(
-                f"Module {prefix!r} ({type(module).__name__}) has get_extra_state(), whose result only "
-                "model.state_dict() has. Keep it in buffers instead."
-            )
+    """The tensors of a state dict that are in no unit, by name: persistent buffers, and parameters not in pages. Those
+    of a module with several names have the first one, or `every_name`."""
     yield from ((name, held.detach()) for name, held in named_tensors(model, every_name) if not is_paged(held))
 
 

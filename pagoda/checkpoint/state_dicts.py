@@ -10,6 +10,7 @@ from torch import nn
 
 from pagoda.checkpoint.adapter import saved_by_peft
 from pagoda.checkpoint.live import live_weights
+from pagoda.checkpoint.module_states import load_into, module_states
 from pagoda.checkpoint.state import settled, state_of, states_of, unpaged, whole_states
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, UsageError
@@ -65,8 +66,10 @@ class WeightStateDicts:
                 module.register_load_state_dict_pre_hook(self._take)  # type: ignore[no-untyped-call]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        with self._engine.settled():
-            self._fill_settled(module, state_dict, prefix)
+        params = module.named_parameters(recurse=False)
+        if any(state_dict.get(prefix + name, param) is not param for name, param in params):
+            with self._engine.settled():
+                self._fill_settled(module, state_dict, prefix)
 
     def _fill_settled(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         version = sum(
@@ -117,14 +120,14 @@ class WeightStateDicts:
             state, value = state_of(param), state_dict.get(prefix + name)
             if state is None or state.slot in state.unit.gathered:
                 continue  # torch copies to it
-            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            if value is param or not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue  # torch reports what is missing, is not a tensor or has the wrong shape
             state.overwrite(state.stored(value))
             state_dict[prefix + name] = param  # which torch copies to itself
 
 
-def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
-    """The `state_dict()` of the whole model: weights in their compute dtype, and buffers.
+def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Any]:
+    """The `state_dict()` of the whole model: weights in their compute dtype, buffers, and extra states.
 
     With several ranks, the first one gets it and the others get an empty dict, unless `all_ranks`. torch's
     `get_model_state_dict(full_state_dict=True, cpu_offload=True)` does the same. Weights are gathered one parameter at
@@ -134,7 +137,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
     Every rank calls it at the same point of the program. Raises UsageError if the model is not wrapped.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     with live_weights(model, all_ranks) as weights:
         keeps = all_ranks or weights.is_first
         for name, tensor in weights.tensors[WEIGHT].items():
@@ -145,7 +148,9 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
     for name, param in model.named_parameters(remove_duplicate=False):
         if first[id(param)] in found:
             found[name] = found[first[id(param)]]
-    return found | {name: value.clone() for name, value in unpaged(model, every_name=True)} if keeps else {}
+    if not keeps:
+        return {}
+    return found | {name: value.clone() for name, value in unpaged(model, every_name=True)} | module_states(model)
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -194,25 +199,26 @@ class ModelState:
         self._states = states_of(model)
         self._wholes = whole_states(self._states)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Name -> fp32 master in the parameter's shape, or buffer. All are copies.
+    def state_dict(self) -> dict[str, Any]:
+        """Name -> fp32 master in the parameter's shape, buffer, or extra state. Weights and buffers are copies.
 
         Raises UsageError between backward and step() if updates run during backward.
         """
         with settled(self._states.values()):
             masters = {name: whole.master() for name, whole in self._wholes.items()}
-        return masters | {name: buffer.clone() for name, buffer in unpaged(self._model)}
+        buffers = {name: buffer.clone() for name, buffer in unpaged(self._model)}
+        return masters | buffers | module_states(self._model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. Raises CheckpointError, and changes nothing, if names or shapes differ."""
-        buffers = dict(unpaged(self._model))
+        """Load the result of `state_dict`. Raises CheckpointError, and changes no weight, if names or shapes differ."""
         shapes = {name: whole.shape for name, whole in self._wholes.items()}
-        check_shapes(state_dict, shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()})
-        next(iter(self._states.values())).engine.check_not_gathered("ModelState.load_state_dict()")
+        check_shapes({name: state_dict[name] for name in shapes if name in state_dict}, shapes)
+        engine = next(iter(self._states.values())).engine
+        engine.check_not_gathered("ModelState.load_state_dict()")
+        others = {name: value for name, value in state_dict.items() if name not in shapes}
+        load_into(self._model, others, engine.device.torch_device)
         for name, whole in self._wholes.items():
             whole.overwrite(state_dict[name])
-        for name, buffer in buffers.items():
-            buffer.copy_(state_dict[name])
 
 
 def check_shapes(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 def run(config: GenerateConfig, console: Console) -> int:
     """Print what the model writes after the prompt. Returns the exit code."""
+    from pagoda.models.gguf import gguf_in
     from pagoda.train.generate import continued
     from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
 
     weights, directory = _places(config)
-    has_tokenizer = directory.is_dir() and tokenizer_files(directory)
+    has_tokenizer = gguf_in(directory) is not None or (directory.is_dir() and tokenizer_files(directory))
     tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
     model, optimizer = _opened(weights, config)
     try:
@@ -82,9 +83,12 @@ def _opened(weights: Path, config: GenerateConfig) -> "tuple[nn.Module, PagedOpt
 def _places(config: GenerateConfig) -> tuple[Path, Path]:
     """The directories of the weights and of the tokenizer."""
     from pagoda.models.build import model_directory
+    from pagoda.models.gguf import gguf_in
     from pagoda.models.hub import is_hub_name
     from pagoda.train.run_dir import RunDir
 
+    if (file := gguf_in(config.source)) is not None:
+        return file, file
     run_dir = RunDir(config.source)
     weights = run_dir.named_or_itself(config.checkpoint)
     if weights != config.source:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
+from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.config.commands import InspectConfig
 from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
 from pagoda.memory.identity import MANIFEST
@@ -52,9 +52,9 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
     try:
         with SavedCheckpoint(directory) as checkpoint:
             say(console, f"checkpoint {directory}: {max(checkpoint.manifest['steps'].values(), default=0)} updates")
-            for state in (*checkpoint.states, BUFFERS):
+            for state in (*checkpoint.states, *checkpoint.apart):
                 specs = checkpoint.specs(state).values()
-                on_ssd = checkpoint.pages.tensors[state] if checkpoint.pages and state != BUFFERS else {}
+                on_ssd = checkpoint.pages.tensors.get(state, {}) if checkpoint.pages else {}
                 size = format_bytes(sum(spec.nbytes for spec in specs))
                 say(console, f"  {state}: {len(specs)} tensors, {size}; {len(on_ssd)} are pages on SSD")
             found = list(checkpoint.damage()) if verify else []

@@ -291,10 +291,15 @@ def _can_resume(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise _ResumeError(
-            f"{checkpoint} cannot be resumed with paging: {str(error).rstrip('.')}. Another trainer's checkpoint has "
-            "weights alone: load the model from it, and leave out resume_from_checkpoint."
-        ) from error
+        advice = (
+            ""
+            if Path(checkpoint, STATE).is_dir()
+            else (
+                " Another trainer's checkpoint has weights alone: load the model from it, and leave out "
+                "resume_from_checkpoint."
+            )
+        )
+        raise _ResumeError(f"{checkpoint} cannot be resumed with paging: {str(error).rstrip('.')}.{advice}") from error
 
 
 class Trainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]

@@ -1,15 +1,13 @@
 """Builds language models from built-in names or local Hugging Face directories."""
 
-import json
 import re
-import shlex
-import sys
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import ConfigError, needed
+from pagoda.models.gguf import gguf_in, settings_of
 from pagoda.models.hub import cached, how_to_download, is_hub_name
 from pagoda.models.shapes import HOW_TO_NAME, find_shape, is_built_in, is_sized_gpt, shape_on_hub
 
@@ -38,7 +36,7 @@ def build_model(
 
     Args:
         name_or_dir: a name in `SHAPES`, a paper's shape with experts, `gpt-<layers>x<hidden>`, a directory with a
-            Hugging Face `config.json`, or ORG/NAME, the name of a model in the Hugging Face cache.
+            Hugging Face `config.json`, a GGUF file, or ORG/NAME, the name of a model in the Hugging Face cache.
         seq_len: tokens per sequence that the model must accept. It sets a minimum for the positions of
             `gpt-<layers>x<hidden>`, and an expert of a built-in T5-MoE takes at most 1.25 times its share of them.
         gradient_checkpointing: recompute each layer in backward with the model's own (non-reentrant) checkpointing
@@ -81,17 +79,17 @@ def build_model(
 def build_from_directory(
     directory: Path, model_class: Any = None, dtype: "torch.dtype | None" = None, of_files: "torch.dtype | None" = None
 ) -> "nn.Module":
-    """Build the model that a directory's config.json describes, in training mode. Its parameters have the dtypes that
-    `from_pretrained(dtype=dtype)` gives them. Without `dtype`, that is the one of config.json, or else `of_files`.
+    """Build the model that a directory's config.json or a GGUF file describes, in training mode. Its parameters have
+    the dtypes that `from_pretrained(dtype=dtype)` gives them. Without `dtype`, that is the one of config.json, or else
+    `of_files`.
 
     `model_class` is a class of transformers: an Auto class or a model class. By default it is the first of the
     config.json's `architectures`, or `AutoModelForCausalLM` if there is none.
 
     Raises ConfigError for an unusable `config.json`, and if transformers is not installed.
     """
-    if not (directory / "config.json").is_file():
-        _refuse_gguf(directory)
-        raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
+    if gguf_in(directory) is None and not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory} is neither a directory with a Hugging Face config.json nor a GGUF file")
     config = _read_configuration(directory)
     if model_class is None:
         transformers = import_transformers()
@@ -193,11 +191,10 @@ def configuration_text(name_or_dir: str) -> str:
 
 
 def model_directory(name_or_dir: str) -> Path | None:
-    """The Hugging Face directory that `name_or_dir` names, or None for a built-in name, which takes precedence. A name
-    on the Hub (ORG/NAME) stands for its directory in the cache of huggingface_hub.
+    """The Hugging Face directory or GGUF file that `name_or_dir` names, or None for a built-in name, which takes
+    precedence. A name on the Hub (ORG/NAME) stands for its directory in the cache of huggingface_hub.
 
-    Raises ConfigError if it is neither a built-in name nor a directory with a config.json, with what to do for a model
-    on the Hub that is not in the cache and for a GGUF file.
+    Raises ConfigError if it is none of these, with what to do for a model on the Hub that is not in the cache.
     """
     directory = Path(name_or_dir)
     if is_built_in(name_or_dir):
@@ -209,9 +206,12 @@ def model_directory(name_or_dir: str) -> Path | None:
         return found
     if not directory.exists():
         find_shape(name_or_dir)
-    _refuse_gguf(directory)
+    if (file := gguf_in(directory)) is not None:
+        return file
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"model {name_or_dir!r} is not a directory with a config.json. {HOW_TO_NAME}")
+        raise ConfigError(
+            f"model {name_or_dir!r} is neither a directory with a config.json nor a GGUF file. {HOW_TO_NAME}"
+        )
     return directory
 
 
@@ -231,29 +231,6 @@ def planned_name(name_or_dir: str) -> str:
     )
 
 
-def _refuse_gguf(path: Path) -> None:
-    """Raises ConfigError, with how to convert it, if `path` is a GGUF file or a directory of such files."""
-    files = [path] if path.is_file() else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    if not files or files[0].suffix != ".gguf":
-        return
-    file = files[0]
-    converted = f"{file.stem}-converted"
-    folder, name, out = map(json.dumps, (str(file.absolute().parent), file.name, converted))
-    read = f"from_pretrained({folder}, gguf_file={name}"
-    program = (
-        "import transformers as t; "
-        'q = {"quantization_config": t.GgufConfig(dequantize=True)} if hasattr(t, "GgufConfig") else {}; '
-        f't.AutoModelForCausalLM.{read}, dtype="bfloat16", **q).save_pretrained({out}); '
-        f"t.AutoTokenizer.{read}).save_pretrained({out})"
-    )
-    python = shlex.quote(sys.executable)
-    raise ConfigError(
-        f"{file} is a GGUF file, whose weights cannot be read in pieces. Convert it once ({python} -m pip install gguf "
-        f"accelerate; the whole model must fit in RAM): {python} -c {shlex.quote(program)}, and name the model "
-        f"{shlex.quote(converted)}"
-    )
-
-
 def _configuration(name_or_dir: str) -> Any:
     """The transformers configuration. A built-in name takes precedence over a directory of the same name."""
     directory = model_directory(name_or_dir)
@@ -265,9 +242,13 @@ def _configuration(name_or_dir: str) -> Any:
 
 def _read_configuration(directory: Path) -> Any:
     transformers = import_transformers()
-    path = directory / "config.json"
+    file, kind = gguf_in(directory), transformers.AutoConfig
+    path, settings = file or directory / "config.json", {} if file is None else settings_of(file)
     try:
-        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        if file is None:
+            config = kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        else:
+            config = kind.for_model(**settings)
         text = config.get_text_config()
     except Exception as error:  # transformers validates a bad file with many exception types
         raise ConfigError(f"transformers {transformers.__version__} cannot read {path}: {error}") from error

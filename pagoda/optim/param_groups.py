@@ -31,17 +31,26 @@ def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any
     return [group for group in (decayed, others) if group["params"]]
 
 
+def made_anew(model: nn.Module) -> set[str]:
+    """Names of parameters that are other objects each time they are listed: what peft's LoRA of an
+    `nn.MultiheadAttention` replaces in each forward. They are frozen, and no page can hold them."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    return {name for name, param in model.named_parameters(remove_duplicate=False) if before.get(name) is not param}
+
+
 def named_groups(model: nn.Module, groups: ParamGroups | None) -> list[NamedGroup]:
     """The param groups of a model's optimizer, by name. Without `groups`, one group of all trainable parameters.
 
-    A tied parameter has its first name. Raises ConfigError for an invalid group, for a parameter that is not the
-    model's, not floating-point or in two groups, and for a trainable parameter that is in no group and not reserved.
+    A tied parameter has its first name. Those `made_anew` are left out. Raises ConfigError for an invalid group, for a
+    parameter that is not the model's, not floating-point or in two groups, and for a trainable parameter that is in no
+    group and not reserved.
     """
     if groups is None:
         return [{"params": [name for name, param in model.named_parameters() if param.requires_grad]}]
     given: list[Any] = list(groups)
     if not given or not all(isinstance(group, Mapping) for group in given):
         given = [{"params": given}]
+    anew = {model.get_parameter(name).shape for name in made_anew(model)}
     names = {id(param): name for name, param in model.named_parameters()}
     found: list[NamedGroup] = []
     seen: dict[str, int] = {}
@@ -50,6 +59,8 @@ def named_groups(model: nn.Module, groups: ParamGroups | None) -> list[NamedGrou
             raise ConfigError(f"param_groups[{index}] has no 'params': it has {sorted(group)}.")
         members = []
         for param in _parameters(group["params"], index):
+            if param.shape in anew and not param.requires_grad and id(param) not in names:
+                continue
             name = _name_of(param, names, f"param_groups[{index}]")
             if not param.is_floating_point():
                 raise ConfigError(f"param_groups[{index}] has {name!r}, which is {param.dtype}: it cannot be trained.")

@@ -33,7 +33,8 @@ class ShownParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value.data_ptr() != self.data_ptr() or value.dtype is not self.dtype:
+        is_same = value.dtype is self.dtype and value.shape == self.shape
+        if not is_same or (value.data_ptr() != self.data_ptr() and not torch.equal(value, _DATA.__get__(self))):
             raise UsageError(written_in_forward(name_of(self)))
 
     def set_(self, *source: Any) -> torch.Tensor:

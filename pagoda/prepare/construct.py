@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pagoda.autograd.reads import has_forward, join, params_read_in
 from pagoda.checkpoint.lazy import Deferred, LazyTensor
+from pagoda.checkpoint.pretrained import listed
 from pagoda.checkpoint.sources import ValueSource
 from pagoda.checkpoint.state import ParameterState
 from pagoda.checkpoint.tensors import chunks
@@ -26,6 +28,7 @@ from pagoda.checkpoint.waiting import WaitingTensor, is_waiting, source_of, wait
 from pagoda.engine import Engine
 from pagoda.errors import ConfigError
 from pagoda.mesh.dtensors import as_dtensor, local, shard_of
+from pagoda.optim.param_groups import made_anew
 from pagoda.parameters.quantized import QuantizedForm
 from pagoda.parameters.unit import LiveUnit, successor
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
@@ -117,6 +120,7 @@ def describe(
     ranks divide a parameter, the result has this rank's part, or the whole parameter if `stored_whole` says so (see
     `shard_of`). Raises ConfigError for a parameter that they divide unequally.
     """
+    anew = made_anew(model)
     first_names = {id(param): name for name, param in model.named_parameters()}
 
     def visit(module: nn.Module, name: str, read_above: bool = False) -> ModuleSpec:
@@ -124,7 +128,7 @@ def describe(
         for full, param in () if read_above else params_read_in(module, name):
             dtype = weight if dtype_of is None else dtype_of(param)
             quantized = QuantizedForm.of(param, dtype)
-            if quantized is None and not param.is_floating_point():
+            if full in anew or (quantized is None and not param.is_floating_point()):
                 continue
             if first_names[id(param)] != full:
                 tied.append(first_names[id(param)])
@@ -210,6 +214,26 @@ def move_buffers(model: nn.Module, device: torch.device, in_ram: Container[str])
         for name, buffer in module._buffers.items() if of not in in_ram else ():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
+def hold_made_anew(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, from_first: Callable[..., torch.Tensor]
+) -> None:
+    """Give the frozen parameters that are `made_anew` values of `dtype` in the memory of the compute device. Warns of
+    them."""
+    names = sorted(made_anew(model))
+    for name in names:
+        holder, _, short = name.rpartition(".")
+        param = model.get_parameter(name)
+        source = source_of(param)
+        values = from_first(param.detach() if source is None else source.values.whole())
+        model.get_submodule(holder)._parameters[short] = nn.Parameter(values.to(device, dtype), requires_grad=False)
+    if names:
+        warnings.warn(
+            f"{listed(names)} cannot be in pages, because peft replaces such weights in each forward: they stay in "
+            f"{device.type} memory, outside the plan.",
+            stacklevel=5,
+        )
 
 
 class Builder:

@@ -139,7 +139,9 @@ class Tiled(nn.Module):
         for name, shape in self.shapes.items():
             keys = self._keys(prefix, name)
             if all(key in state_dict for key in keys) and self.is_whole(name):
-                state_dict[prefix + name] = _joined([state_dict.pop(key) for key in keys], shape)
+                parts = [state_dict.pop(key) for key in keys]
+                shown = any(isinstance(part, Hidden) for part in parts)  # with `keep_vars`
+                state_dict[prefix + name] = getattr(self, name) if shown else _joined(parts, shape)
 
     def is_whole(self, name: str) -> bool:
         """Whether all of a parameter is here, not only a rank's part."""
@@ -161,6 +163,8 @@ class Tiled(nn.Module):
                     f"size mismatch for {prefix}{name}: copying a param with shape {whole.shape} from checkpoint, the "
                     f"shape in current model is {torch.Size(shape)}."
                 )
+            elif isinstance(whole, CutParameter):
+                state_dict.update(zip(keys, whole.parts, strict=True))
             else:
                 flat = whole.reshape(-1)
                 for key, (part, start) in zip(keys, self.parts(name), strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.errors import ConfigError
 from pagoda.models.build import import_transformers, vocabulary_of
+from pagoda.models.gguf import gguf_in
 from pagoda.train.chat import ChatTemplate, trl_version
 from pagoda.train.records import Document, Message
 from pagoda.train.seen import Seen
@@ -146,9 +148,11 @@ class ModelTokenizer(Tokenizer):
 
     def __init__(self, directory: Path) -> None:
         transformers = import_transformers()
+        file = gguf_in(directory)
+        where, of_file = (directory, {}) if file is None else (file.parent, {"gguf_file": file.name})
         try:
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
+                str(where), local_files_only=True, trust_remote_code=False, **of_file
             )
         except Exception as error:  # one of several libraries reports a broken file
             said = str(error).strip().splitlines()[:1] or [type(error).__name__]
@@ -165,6 +169,10 @@ class ModelTokenizer(Tokenizer):
         self.name = f"{type(tokenizer).__name__} of {directory}, {len(tokenizer):,} tokens"
         self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
         digest = hashlib.blake2b(str(trl_version()).encode(), digest_size=16)
+        if file is not None:  # the run directory gets the files that such a tokenizer is saved as
+            self._folder = TemporaryDirectory(prefix="pagoda-tokenizer-")
+            directory = Path(self._folder.name)
+            tokenizer.save_pretrained(directory)
         self.files = tokenizer_files(directory)
         self.chats = bool(tokenizer.chat_template)
         for path in self.files:
@@ -214,6 +222,8 @@ def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
         directory = Path(asked)
         if not directory.is_dir() or not tokenizer_files(directory):
             raise ConfigError(f"--tokenizer {asked} is not a directory with the files of a tokenizer, nor 'bytes'")
+    if directory is not None and gguf_in(directory) is not None:
+        return ModelTokenizer(directory)
     if directory is None or not (tokenizer_files(directory) or weight_files(directory)):
         return ByteTokenizer()
     if not tokenizer_files(directory):

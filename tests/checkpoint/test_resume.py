@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from zoo import PAGE, RESIDENT, UNIT_LIMIT, VOCABULARY, Batch, Recipe, batch, loss_of
+from zoo import PAGE, RESIDENT, UNIT_LIMIT, VOCABULARY, Batch, Recipe, batch, loss_of, losses_of
 
 import pagoda
 from pagoda.checkpoint.directory import MANIFEST, write_manifest
@@ -389,16 +389,117 @@ def wrapped_table() -> Iterator[Table]:
 
 
 @pytest.mark.parametrize(
-    "other", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), None], ids=["shape", "dtype", "absent"]
+    ("other", "told"),
+    [(torch.zeros(2, 2), "size mismatch for table"), (None, "'table' is not in the model")],
+    ids=["shape", "absent"],
 )
 def test_a_checkpoint_of_another_buffer_is_refused(
-    other: torch.Tensor | None, wrapped_table: Table, tmp_path: Path
+    other: torch.Tensor | None, told: str, wrapped_table: Table, tmp_path: Path
 ) -> None:
     wrapped_table(torch.ones(4))[1].save_checkpoint(tmp_path / "step")
     model, optimizer = wrapped_table(other)
-    with pytest.raises(pagoda.CheckpointError, match=r"'table' among its buffers is torch\.float32 of shape"):
+    model.last.fill_(3)
+    with pytest.raises(pagoda.CheckpointError, match=told):
         optimizer.load_checkpoint(tmp_path / "step")
     assert other is None or model.table.eq(0).all()
+    assert model.last.eq(3).all(), "it was loaded, and the checkpoint refused"
+    losses_of(lambda _: model(torch.ones(2, 8)), optimizer, 1)
+
+
+def test_a_buffer_of_another_dtype_is_cast_with_a_warning_as_torch_does(
+    wrapped_table: Table, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped_table(torch.full((4,), 2.5))[1].save_checkpoint(tmp_path / "step")
+    model, optimizer = wrapped_table(torch.zeros(4, dtype=torch.int32))
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert model.table.dtype is torch.int32
+    assert model.table.eq(2).all()
+    assert "'table' was saved as torch.float32, and load_state_dict() cast it to torch.int32" in caplog.text
+
+
+class Changing(nn.Linear):
+    """Its buffers change while it trains, and it has state that is in no buffer. `kind` is how."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(8, 8)
+        self.kind, self.calls = kind, 0
+        self.register_buffer("seen", None if kind == "none" else torch.zeros(0))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.register_buffer("gone", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        dtype = torch.float64 if self.kind == "dtype" else torch.float32
+        before = torch.zeros(0) if self.seen is None else self.seen
+        self.seen = torch.cat([before.to(dtype), x.detach().flatten()[:2].to(dtype) + self.calls])
+        if self.kind == "lazy" and not hasattr(self, "late"):
+            self.register_buffer("late", torch.zeros(()))
+        if self.kind == "removed":
+            self.gone = None
+        out = super().forward(x) * (1 + self.seen.mean().float() / 8 + self.calls / 16)
+        if hasattr(self, "late"):
+            self.late += out.detach().mean()
+            out = out + self.late
+        return out.square()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "mean": torch.tensor(float(self.calls))}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+        assert state["mean"].item() == self.calls
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.seen = torch.zeros_like(state_dict[prefix + "seen"])
+        if prefix + "late" in state_dict:
+            self.register_buffer("late", torch.zeros(()))
+        if prefix + "gone" not in state_dict:
+            self.gone = None
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype", "none", "lazy", "removed"])
+def test_a_module_loads_buffers_that_changed_and_its_extra_state_by_its_own_methods(kind: str, tmp_path: Path) -> None:
+    """A run goes on bit for bit, and the state dicts of plain PyTorch and of pages load each other."""
+
+    def build() -> tuple[nn.Module, PagedOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Changing(kind), nn.Linear(8, 4))
+        return pagoda.wrap(model, pagoda.AdamW(lr=0.01), memory=RESIDENT, precision="fp32")
+
+    def go(model: nn.Module, optimizer: PagedOptimizer, first: int) -> list[float]:
+        return losses_of(lambda n: model(torch.full((2, 8), 0.1 * (first + n))).mean(), optimizer, 3)
+
+    model, optimizer = build()
+    go(model, optimizer, 0)
+    optimizer.save_checkpoint(tmp_path / "step")
+    state = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in model.state_dict().items()
+    }
+    assert pagoda.full_state_dict(model).keys() == state.keys()
+    expected, after = go(model, optimizer, 3), model.state_dict()
+    optimizer.close()
+    model, optimizer = build()
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert model[0].scratch.eq(0).all()
+    assert go(model, optimizer, 3) == expected
+    assert model.state_dict().keys() == after.keys()
+    assert torch.equal(model[0].seen, after["0.seen"])
+    model.load_state_dict(state)
+    assert model[0].calls == 3
+    optimizer.close()
+
+
+def test_a_buffer_that_no_new_model_would_take_is_warned_of_when_it_is_saved(
+    wrapped_table: Table, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = wrapped_table(torch.ones(4))
+    optimizer.save_checkpoint(tmp_path / "1")
+    assert caplog.text == ""
+    model.table = torch.ones(5)
+    for name in "23":
+        optimizer.save_checkpoint(tmp_path / name)
+    assert caplog.text.count("'table' got another shape since wrap()") == 1
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -435,16 +536,42 @@ def test_buffers_that_no_file_can_hold_are_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_state_of_a_module_that_is_not_in_tensors_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("can_set", [False, True])
+def test_state_of_a_module_that_could_not_be_resumed_is_refused(can_set: bool, tmp_path: Path) -> None:
     class Counting(nn.Linear):
-        def get_extra_state(self) -> int:
-            return 7
+        def get_extra_state(self) -> Any:
+            return Path("of-a-class-that-torch-does-not-load") if can_set else 7
 
-    model, optimizer = pagoda.wrap(nn.Sequential(Counting(8, 8)), pagoda.AdamW(), memory=RESIDENT, precision="bf16")
-    for save in (lambda: optimizer.save_checkpoint(tmp_path / "step"), pagoda.ModelState(model).state_dict):
-        with pytest.raises(pagoda.CheckpointError, match=r"'0' \(Counting\).*get_extra_state\(\).*buffers"):
-            save()
+        if can_set:
+
+            def set_extra_state(self, state: Any) -> None:
+                pass
+
+    _, optimizer = pagoda.wrap(nn.Sequential(Counting(8, 8)), pagoda.AdamW(), memory=RESIDENT)
+    told = "'0._extra_state' of a module has objects" if can_set else r"'0' \(Counting\).*no set_extra_state\(\)"
+    with pytest.raises(pagoda.CheckpointError, match=told):
+        optimizer.save_checkpoint(tmp_path / "step")
     assert list(tmp_path.iterdir()) == []
+    optimizer.close()
+
+
+def test_states_that_a_library_adds_to_state_dicts_are_resumed(tmp_path: Path) -> None:
+    """torchmetrics keeps persistent states in attributes, which are neither parameters nor buffers."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def build() -> tuple[Any, PagedOptimizer]:
+        model = nn.Sequential(nn.Linear(8, 8))
+        model.metric = torchmetrics.MeanMetric()
+        model.metric.persistent(True)
+        return pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT)
+
+    model, optimizer = build()
+    model.metric.update(torch.tensor([2.0, 5.0]))
+    optimizer.save_checkpoint(tmp_path / "step")
+    optimizer.close()
+    model, optimizer = build()
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert model.metric.compute() == 3.5
     optimizer.close()
 
 

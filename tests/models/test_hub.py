@@ -1,13 +1,11 @@
 """Models by their name on the Hugging Face Hub. Nothing is downloaded here."""
 
-import sys
 from pathlib import Path
 
 import huggingface_hub
 import huggingface_hub.constants
 import pytest
 
-import pagoda
 from pagoda.cli.main import main
 from pagoda.errors import ConfigError
 from pagoda.models.build import build_model, model_directory, planned_name
@@ -86,16 +84,6 @@ def test_a_published_model_is_planned_by_its_name_on_the_hub(cache: Path, capsys
     assert '"model": "smollm2-135m"' in capsys.readouterr().out
     with pytest.raises(ConfigError, match="hf download"):  # but not trained from random weights
         model_directory("HuggingFaceTB/SmolLM2-135M-Instruct")
-
-
-def test_a_gguf_file_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
-    file = tmp_path / "model-q8_0.gguf"
-    file.write_bytes(b"GGUF")
-    command = rf'{sys.executable} -c .*gguf_file="model-q8_0.gguf".*name the model model-q8_0-converted'
-    for given in (file, tmp_path):
-        for read in (model_directory, pagoda.load):
-            with pytest.raises(ConfigError, match=command):
-                read(str(given))
 
 
 def test_generate_takes_a_name_on_the_hub(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

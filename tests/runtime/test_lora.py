@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from zoo import PAGE, assert_equal, least_host, losses_of
 
 import pagoda
+from pagoda.integrations import Paging
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.prepare.construct import describe
@@ -157,4 +158,63 @@ def test_adapters_of_fused_experts_have_the_bits_of_peft_in_memory(unit_limit: s
     memory = pagoda.Memory(host="8MiB", unit_limit=unit_limit, page_size=PAGE)
     model, optimizer = pagoda.wrap(adapted_experts(), RULE, memory=memory, precision="fp32", clip_grad_norm=1.0)
     assert losses_of(partial(loss_of, model), optimizer, STEPS) == expected
+    optimizer.close()
+
+
+class Attending(nn.Module):
+    """An `nn.MultiheadAttention`, and a layer that is saved whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend, self.head = nn.Embedding(16, 16), nn.MultiheadAttention(16, 2), nn.Linear(16, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        return self.head(self.attend(x, x, x)[0])
+
+
+def attending() -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["attend"], modules_to_save=["head"], init_lora_weights=False)
+    return get_peft_model(Attending(), config).train()
+
+
+def attended(model: Any, step: int) -> torch.Tensor:
+    squares: torch.Tensor = model(ids(step) % 16).square().mean()
+    return squares
+
+
+@pytest.mark.parametrize("way", ["wrap", "all parameters", "trained parameters"])
+@pytest.mark.filterwarnings("ignore:.*cannot be in pages")
+def test_adapters_of_an_attention_whose_weights_peft_replaces_have_the_bits_of_peft(way: str, tmp_path: Path) -> None:
+    """peft makes these weights anew in each forward and each time that parameters are listed, also after resuming."""
+
+    def in_pages() -> Any:
+        model, memory = attending(), pagoda.Memory(host="8MiB", unit_limit="1KiB", page_size=PAGE)
+        if way == "wrap":
+            return pagoda.wrap(model, pagoda.Optim(torch.optim.SGD, lr=0.1), memory=memory, precision="fp32")
+        params = [p for p in model.parameters() if way == "all parameters" or p.requires_grad]
+        return model, Paging(memory=memory).take_over(model, torch.optim.SGD(params, lr=0.1), "fp32")
+
+    plain = attending()
+    first = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    expected = losses_of(partial(attended, plain), first, 2 * STEPS)
+    model, optimizer = in_pages()
+    assert losses_of(partial(attended, model), optimizer, STEPS) == expected[:STEPS]
+    optimizer.save_checkpoint(tmp_path / "step")
+    optimizer.close()
+    model, optimizer = in_pages()
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert losses_of(lambda n: attended(model, STEPS + n), optimizer, STEPS) == expected[STEPS:]
+    assert_equal(model.state_dict(), plain.state_dict())
+    with pagoda.gathered(model, modify=True):
+        merged = model.merge_and_unload()
+    assert torch.equal(attended(merged, 9), attended(plain.merge_and_unload(), 9))
+    optimizer.close()
+
+
+def test_weights_that_peft_replaces_are_warned_of_and_compute_in_the_precision_of_the_run() -> None:
+    with pytest.warns(UserWarning, match=r"attend\.base_layer\.in_proj_weight'.* cannot be in pages"):
+        model, optimizer = pagoda.wrap(attending(), pagoda.AdamW(), memory=pagoda.Memory(host="8MiB"), precision="bf16")
+    losses_of(partial(attended, model), optimizer, 1)
     optimizer.close()
