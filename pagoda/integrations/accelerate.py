@@ -1,9 +1,8 @@
 """Accelerate with training state in pages: its `Accelerator` wraps the models that it prepares."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from pagoda.checkpoint.state import is_paged
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import Saves, exported_into, newest, numbered
+from pagoda.integrations.states import LazyStateDict, Saves, exported_into, newest, numbered
 from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
 
@@ -39,24 +38,6 @@ def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None
         accelerator.scaler = SimpleNamespace(
             scale=optimizer.scale, state_dict=dict, load_state_dict=lambda state_dict: None
         )
-
-
-class _StateDict(Mapping[str, torch.Tensor]):
-    """The state dict of a paged model, for hooks on saving. It takes no memory until one looks at it; `dict` copies
-    it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._read = cache(model.state_dict)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._read()[name]
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())
 
 
 class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
@@ -222,12 +203,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _drop_paged(self, _models: list[nn.Module], weights: list[Any], _directory: str) -> None:
         self._agree("the end of hooks on saving, which must not read a model on one rank alone (under is_main_process)")
-        weights[:] = [each for each in weights if not isinstance(each, _StateDict)]
+        weights[:] = [each for each in weights if not isinstance(each, LazyStateDict)]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Like Accelerate's. While state is saved, that of a paged model is read only if a hook looks at it."""
         if self._saving and not unwrap and self._is_in_pages(model):
-            return _StateDict(model)
+            return LazyStateDict(model)
         return super().get_state_dict(model, unwrap)
 
     def _is_in_pages(self, model: nn.Module) -> bool:

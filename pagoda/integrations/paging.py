@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pagoda.api import wrap
 from pagoda.config.memory import Memory
 from pagoda.config.training import ActivationMode, Activations, MixedPrecision, Precision, Tiles, UpdateMode, Updates
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, UsageError
 from pagoda.mesh.mesh import Mesh
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import Rule, plain_setting
@@ -23,6 +23,8 @@ from pagoda.optimizer import PagedOptimizer
 _OF_DTYPE: Mapping[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ONLY_FASTER = ("fused", "foreach", "capturable", "differentiable")
 """Settings of torch's optimizers that change how they compute, but not the result."""
+_TAKEN = "_pagoda_taken"
+"""Attribute of a model that a framework has wrapped: its optimizer, and the settings of the framework."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +54,12 @@ class Paging:
     """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. Only one
     model at a time can use an SSD directory, so give another directory than in `memory`."""
 
-    def wrap_frozen(self, model: nn.Module) -> None:
+    def wrap_frozen(
+        self, model: nn.Module, memory: Memory | None, precision: Precision | None = None
+    ) -> PagedOptimizer:
         """Freeze a model and wrap it. Raises the errors of `pagoda.wrap`."""
-        wrap(model.requires_grad_(False), AdamW(), memory=self.reference, precision=precision_of(model), mesh=self.mesh)
+        said = precision or precision_of(model)
+        return wrap(model.requires_grad_(False), AdamW(), memory=memory, precision=said, mesh=self.mesh)[1]
 
     def take_over(
         self,
@@ -72,8 +77,11 @@ class Paging:
         Afterwards, both have the same list of param groups. So schedulers of the optimizer, and schedulers inside
         of these, change the learning rate of the one that is returned.
 
-        `groups` are by default the optimizer's own. Raises ConfigError if the optimizer has taken a step, and the
-        errors of `pagoda.wrap`.
+        A model that a framework has wrapped keeps its weights and gets what a new optimizer is: the settings of this
+        one, and no state.
+
+        `groups` are by default the optimizer's own. Raises ConfigError if the optimizer has taken a step, UsageError if
+        the model is wrapped with another optimizer or other settings, and the errors of `pagoda.wrap`.
         """
         if isinstance(optimizer, PagedOptimizer):
             return optimizer
@@ -81,12 +89,37 @@ class Paging:
             raise ConfigError("The optimizer has taken steps already: pass it before its first step.")
         if groups is None:
             groups = optimizer.param_groups if self.optimizer is None else _without_settings(optimizer.param_groups)
+        rule = self.optimizer or rule_of(optimizer)
+        settings = {
+            "paging": self,
+            "precision": self.precision or precision,
+            "gradient clipping": clip_grad_norm,
+            "gradient accumulation": accumulation_steps,
+        }
+        if (paged := optimizer_of(model)) is not None:
+            _begin_anew(paged, rule, groups, _differences(getattr(model, _TAKEN)[1], settings))
+        else:
+            paged = self._wrapped(model, rule, groups, precision, clip_grad_norm, accumulation_steps)
+            setattr(model, _TAKEN, (paged, settings))
+        optimizer.param_groups = paged.param_groups
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
+        return paged
+
+    def _wrapped(
+        self,
+        model: nn.Module,
+        rule: Rule,
+        groups: list[dict[str, Any]],
+        precision: Precision | None,
+        clip_grad_norm: float | None,
+        accumulation_steps: int | None,
+    ) -> PagedOptimizer:
         memory = self.memory
         if memory.ssd_checkpoints is None:
             memory = replace(memory, ssd_checkpoints=0)
         _, paged = wrap(
             model,
-            self.optimizer or rule_of(optimizer),
+            rule,
             param_groups=groups,
             memory=memory,
             precision=self.precision or precision or precision_of(model),
@@ -97,8 +130,6 @@ class Paging:
             tiles=self.tiles,
             mesh=self.mesh,
         )
-        optimizer.param_groups = paged.param_groups
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
         return paged
 
     def check_device(self, device: torch.device) -> None:
@@ -116,6 +147,45 @@ class Paging:
             f"memory.device is {self.memory.device!r}, a GPU's memory, but batches are moved to {device}: leave "
             "memory.device out, or let the framework use the GPU."
         )
+
+
+def optimizer_of(model: nn.Module) -> PagedOptimizer | None:
+    """The optimizer of a model that a framework has wrapped. None for any other model."""
+    return getattr(model, _TAKEN, (None,))[0]
+
+
+def _begin_anew(paged: PagedOptimizer, rule: Rule, groups: list[dict[str, Any]], differences: list[str]) -> None:
+    """Give the optimizer of a wrapped model the settings of new param groups, and no state.
+
+    Raises UsageError if that is not all in which it differs from a new one, whose rule this is.
+    """
+    members, mine = ([[*map(id, group["params"])] for group in each] for each in (groups, paged.param_groups))
+    if _kind(rule) != _kind(paged._engine.rule):
+        differences = [*differences, "optimizer class"]
+    if members != mine:
+        differences = [*differences, "parameters of the param groups"]
+    if differences:
+        raise UsageError(
+            f"The model is wrapped already, and this time it has another {' and another '.join(differences)}. Give it "
+            "the same as the first time, or build a new model, or keep its optimizer: with a Trainer, give "
+            "optimizers=(trainer.optimizer, None)."
+        )
+    indices = iter(range(sum(map(len, mine))))
+    for group in (settings := [{**rule.defaults(), **group} for group in groups]):
+        paged._engine.rule.with_group(group)
+        group["params"] = [next(indices) for _ in group["params"]]
+    paged.load_state_dict({"state": {}, "param_groups": settings})
+
+
+def _kind(rule: Rule) -> tuple[Any, ...]:
+    """What a rule is, apart from the settings that each param group has."""
+    if not isinstance(rule, Optim):
+        return (type(rule),)
+    return rule.kind, {name: value for name, value in rule.settings.items() if name not in rule.group}
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in one.items() if other[name] != value]
 
 
 def precision_of(model: nn.Module) -> Precision:

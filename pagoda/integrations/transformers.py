@@ -167,7 +167,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
         def prepare_model(model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
             if evaluation_mode and self.paging.reference is not None and model is not self.model:
-                self.paging.wrap_frozen(model)
+                self.paging.wrap_frozen(model, self.paging.reference)
                 model._is_accelerate_prepared = True  # type: ignore[assignment]
             return prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
 
