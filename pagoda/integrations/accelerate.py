@@ -107,13 +107,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*args_now, device_placement=device_placement)
 
     def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        paged = self.paging.take_over(model, optimizer, PRECISIONS[self._said])
-        if paged.scales_loss and self._paged:
+        models = [each for each, _ in self._paged]
+        number = next((number for number, each in enumerate(models) if each is model), len(models))
+        paged = self.paging.of_model(number).take_over(model, optimizer, PRECISIONS[self._said])
+        if paged.scales_loss and number:
             raise ConfigError("An accelerator can scale the loss of only one model: with several models, use bf16.")
         adopt(self, model, paged)
         prepared = _Prepared(paged, device_placement=False)
         prepared._is_accelerate_prepared = True
-        self._paged.append((model, prepared))
+        self._paged[number : number + 1] = [(model, prepared)]
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
@@ -242,7 +244,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Context in which Accelerate saves and loads only optimizers that are not in pages."""
         mine: Any = self
         optimizers = mine._optimizers
-        mine._optimizers = [each for each in optimizers if not any(each is paged for _, paged in self._paged)]
+        mine._optimizers = [each for each in optimizers if not isinstance(each.optimizer, PagedOptimizer)]
         try:
             yield
         finally:

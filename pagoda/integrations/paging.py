@@ -1,8 +1,11 @@
 """The settings that a framework's trainer passes to `wrap`."""
 
 import inspect
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
@@ -11,9 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pagoda.api import wrap
+from pagoda.checkpoint.optimizer_states import read_entry
+from pagoda.checkpoint.state import state_of
 from pagoda.config.memory import Memory
 from pagoda.config.training import ActivationMode, Activations, MixedPrecision, Precision, Tiles, UpdateMode, Updates
 from pagoda.errors import ConfigError, UsageError
+from pagoda.memory.files import storage_errors
+from pagoda.memory.sizes import directory_and_size
 from pagoda.mesh.mesh import Mesh
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import Rule, plain_setting
@@ -50,9 +57,26 @@ class Paging:
     activations: ActivationMode | Activations = "keep"
     tiles: Tiles | None = None
     mesh: Mesh | DeviceMesh | None = None
+    skip_non_finite: bool = False
+    """Skip a step whose gradients are NaN or infinite, with a warning. By default such a step raises
+    NonFiniteGradientError. Either way, no weight changes. This needs clipping or `backward_passes=None`: otherwise
+    updates run during backward, and some units may have theirs before such a gradient arrives, which is an error."""
     reference: Memory | None = None
     """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. Only one
     model at a time can use an SSD directory, so give another directory than in `memory`."""
+
+    def of_model(self, number: int) -> "Paging":
+        """The settings of one of several models, from 0 on: the same budgets, but from the second model on, a directory
+        of its own in each directory of `memory.ssd`."""
+        if not number or self.memory.ssd is None:
+            return self
+        own = []
+        for directory, size in map(directory_and_size, os.fspath(self.memory.ssd).split(",")):
+            path = Path(directory, f"model-{number + 1}")
+            with storage_errors(f"{path} could not be made"):
+                path.mkdir(exist_ok=True)
+            own.append(f"{path}:{size}" if size else str(path))
+        return replace(self, memory=replace(self.memory, ssd=",".join(own)))
 
     def wrap_frozen(
         self, model: nn.Module, memory: Memory | None, precision: Precision | None = None
@@ -99,13 +123,13 @@ class Paging:
         if (paged := optimizer_of(model)) is not None:
             _begin_anew(paged, rule, groups, _differences(getattr(model, _TAKEN)[1], settings))
         else:
-            paged = self._wrapped(model, rule, groups, precision, clip_grad_norm, accumulation_steps)
+            paged = self._wrap(model, rule, groups, precision, clip_grad_norm, accumulation_steps)
             setattr(model, _TAKEN, (paged, settings))
         optimizer.param_groups = paged.param_groups
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
         return paged
 
-    def _wrapped(
+    def _wrap(
         self,
         model: nn.Module,
         rule: Rule,
@@ -130,6 +154,7 @@ class Paging:
             tiles=self.tiles,
             mesh=self.mesh,
         )
+        paged._engine.stepper.scaler.skips_always = self.skip_non_finite
         return paged
 
     def check_device(self, device: torch.device) -> None:
@@ -251,7 +276,21 @@ def hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
     """Let the scheduler of an optimizer that was taken over name this one as its optimizer.
 
     Schedulers warn if an optimizer's steps are not counted, and only a scheduler's constructor lets an optimizer count
-    them.
+    them. transformers' AdafactorSchedule only reports the rates that Adafactor chooses itself.
     """
     torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
     scheduler.optimizer = optimizer
+    reports = getattr(sys.modules.get("transformers.optimization"), "AdafactorSchedule", None)
+    if reports is not None and type(scheduler) is reports:
+        scheduler.__class__ = type(reports.__name__, (reports,), {"get_lr": _rates_of_adafactor})
+
+
+def _rates_of_adafactor(scheduler: Any) -> list[float]:
+    """The rates of the last step. Before the first step, those that the scheduler was given."""
+    adafactor: Any = sys.modules["transformers.optimization"].Adafactor
+    groups = scheduler.optimizer.param_groups
+    states = [state for group in groups if (state := state_of(group["params"][0])) is not None]
+    if not all(state.unit.steps[state.slot] for state in states):
+        return list(scheduler.base_lrs)
+    with states[0].engine.settled():
+        return [adafactor._get_lr(group, read_entry(state)) for group, state in zip(groups, states, strict=True)]
