@@ -191,8 +191,8 @@ def _begin_anew(paged: PagedOptimizer, rule: Rule, groups: list[dict[str, Any]],
         differences = [*differences, "parameters of the param groups"]
     if differences:
         raise UsageError(
-            f"The model is wrapped already, and this time it has another {' and another '.join(differences)}. Give it "
-            "the same as the first time, or build a new model, or keep its optimizer: with a Trainer, give "
+            f"The model is wrapped already, and this differs from the first time: {', '.join(differences)}. Give it as "
+            "it was, or build a new model, or keep the model's optimizer: with a Trainer, give "
             "optimizers=(trainer.optimizer, None)."
         )
     indices = iter(range(sum(map(len, mine))))
