@@ -25,11 +25,13 @@ class LossScaler:
         self.active = setting is not None
         self.used = False
         """True once a loss of this step has been scaled."""
+        self.skips_always = False
+        """Whether every step whose gradients are not finite is skipped, as a setting says."""
 
     @property
     def skips(self) -> bool:
         """Whether a step is skipped if its gradients are not finite. True as long as a lower scale may help."""
-        return self._dynamic is not None and self.scale > 1
+        return self.skips_always or (self._dynamic is not None and self.scale > 1)
 
     def end_step(self, skipped: bool) -> None:
         """A step was taken, or skipped because its gradients were not finite."""

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -284,8 +285,10 @@ class Stepper:
             norms = self.norms("optimizer.step()")
         except NonFiniteGradientError as error:
             applied = self._abandon()
-            if not self.scaler.skips:
+            if applied or not self.scaler.skips:
                 raise NonFiniteGradientError(f"{error} {self._told(applied)}") from None
+            if self.scaler.skips_always:
+                warnings.warn(f"A step is skipped. {error}", stacklevel=4)
             self.accesses.tell(self.scheduler.end_step, False, True)
             self.scaler.end_step(skipped=True)
             return None

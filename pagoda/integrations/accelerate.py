@@ -1,9 +1,8 @@
 """Accelerate with training state in pages: its `Accelerator` wraps the models that it prepares."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from pagoda.checkpoint.state import is_paged
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import Saves, exported_into, newest, numbered
+from pagoda.integrations.states import LazyStateDict, Saves, exported_into, newest, numbered
 from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
 
@@ -39,24 +38,6 @@ def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None
         accelerator.scaler = SimpleNamespace(
             scale=optimizer.scale, state_dict=dict, load_state_dict=lambda state_dict: None
         )
-
-
-class _StateDict(Mapping[str, torch.Tensor]):
-    """The state dict of a paged model, for hooks on saving. It takes no memory until one looks at it; `dict` copies
-    it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._read = cache(model.state_dict)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._read()[name]
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())
 
 
 class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
@@ -126,13 +107,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*args_now, device_placement=device_placement)
 
     def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        paged = self.paging.take_over(model, optimizer, PRECISIONS[self._said])
-        if paged.scales_loss and self._paged:
+        models = [each for each, _ in self._paged]
+        number = next((number for number, each in enumerate(models) if each is model), len(models))
+        paged = self.paging.of_model(number).take_over(model, optimizer, PRECISIONS[self._said])
+        if paged.scales_loss and number:
             raise ConfigError("An accelerator can scale the loss of only one model: with several models, use bf16.")
         adopt(self, model, paged)
         prepared = _Prepared(paged, device_placement=False)
         prepared._is_accelerate_prepared = True
-        self._paged.append((model, prepared))
+        self._paged[number : number + 1] = [(model, prepared)]
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
@@ -222,12 +205,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _drop_paged(self, _models: list[nn.Module], weights: list[Any], _directory: str) -> None:
         self._agree("the end of hooks on saving, which must not read a model on one rank alone (under is_main_process)")
-        weights[:] = [each for each in weights if not isinstance(each, _StateDict)]
+        weights[:] = [each for each in weights if not isinstance(each, LazyStateDict)]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Like Accelerate's. While state is saved, that of a paged model is read only if a hook looks at it."""
         if self._saving and not unwrap and self._is_in_pages(model):
-            return _StateDict(model)
+            return LazyStateDict(model)
         return super().get_state_dict(model, unwrap)
 
     def _is_in_pages(self, model: nn.Module) -> bool:
@@ -261,7 +244,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Context in which Accelerate saves and loads only optimizers that are not in pages."""
         mine: Any = self
         optimizers = mine._optimizers
-        mine._optimizers = [each for each in optimizers if not any(each is paged for _, paged in self._paged)]
+        mine._optimizers = [each for each in optimizers if not isinstance(each.optimizer, PagedOptimizer)]
         try:
             yield
         finally:

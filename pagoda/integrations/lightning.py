@@ -1,25 +1,27 @@
 """Lightning's Trainer and Fabric with training state in pages: `strategy="pagoda"`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partialmethod
+from functools import cache, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from lightning.fabric import strategies as fabric
 from lightning.fabric.plugins import Precision as FabricPrecision
-from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES, DDPStrategy as FabricDDP
+from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import Precision as TrainerPrecision
-from lightning.pytorch.strategies import DDPStrategy as TrainerDDP, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, ConfigError, UsageError
-from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import Saves
+from pagoda.integrations.paging import Paging, hand_over, optimizer_of
+from pagoda.integrations.states import LazyStateDict, Saves
+from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
 from pagoda.prepare.construct import init
 
@@ -70,14 +72,51 @@ class _FabricPages(_Pages, FabricPrecision):  # type: ignore[misc]
         return data if self.said is None else tree_map(lambda each: _cast(each, torch.get_default_dtype()), data)
 
 
+@cache
+def _based(kind: Any, on: type) -> Any:
+    """A strategy of Pagoda's that is also one of Lightning's."""
+    return type(kind.__name__, (kind, on), {"__module__": kind.__module__, "__doc__": kind.__doc__, "kind": kind})
+
+
 class _Strategy(_Base):  # type: ignore[misc]
-    """Base of both strategies. It holds the settings and the optimizer, and saves the state."""
+    """Base of both strategies. It holds the settings and the optimizer, and saves the state.
+
+    On several devices, a strategy is one of Lightning's for DDP, and on one device one of Lightning's for a single
+    device, because Lightning and its users ask for these classes.
+    """
+
+    kind: type
+    """Pagoda's class of the strategy, without Lightning's."""
+    on_one: type
+    on_several: type
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Before Lightning tells the number of devices, there may be several."""
+        made: Self = super().__new__(_based(cls, cls.on_several))
+        return made
 
     def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
         self._paged: PagedOptimizer | None = None
         super().__init__(**kwargs)
         self._backward_sync_control = None  # Fabric's DDP has one
+
+    def _configure_launcher(self) -> None:
+        """Lightning calls this once it has told the devices."""
+        devices = self.parallel_devices
+        if len(devices) * self.num_nodes == 1:
+            self.__class__ = _based(self.kind, self.on_one)
+            self._root_device, self.global_rank, self.local_rank, self.world_size = devices[0], 0, 0, 1
+        super()._configure_launcher()
+
+    def _check_processes(self) -> None:
+        """Raises ConfigError if the processes or devices of Lightning are not those with which Pagoda trains."""
+        if self.world_size != launched().size:
+            raise ConfigError(
+                f"Lightning has {self.world_size} processes, and torchrun's environment {launched().size}. Start them "
+                "with torchrun, and give Lightning as many devices (and num_nodes)."
+            )
+        self.paging.check_device(self.root_device)
 
     @property
     def optimizer_in_pages(self) -> PagedOptimizer:
@@ -99,7 +138,7 @@ class _Strategy(_Base):  # type: ignore[misc]
             self.optimizer_in_pages.save_checkpoint(save / _STATE)
 
 
-class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
+class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[misc]
     """A strategy that keeps the training state of a LightningModule in pages::
 
         Trainer(strategy=PagodaStrategy(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme"))), ...)
@@ -115,10 +154,14 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
     """
 
     strategy_name = "pagoda"
+    on_one = trainer_strategies.SingleDeviceStrategy
+    on_several = trainer_strategies.DDPStrategy
 
     optimizers: Any
 
     _restored: Path | None = None
+    _given: Any = None
+    """What the last `configure_optimizers` gave."""
 
     @property
     def precision_plugin(self) -> Any:
@@ -139,22 +182,39 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
                     f"{type(callback).__name__} copies weights that are not in memory: leave it out, and average them "
                     "inside pagoda.gathered, as examples/ema.py does."
                 )
-        if self.world_size == 1:  # as a DDPStrategy, it would get a distributed sampler, with another order
-            trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
-        self.paging.check_device(self.root_device)
-        self.setup_optimizers(trainer)
-        made: list[Any] = self.optimizers
-        if len(made) != 1:
-            raise ConfigError(f"configure_optimizers gave {len(made)} optimizers; Pagoda wraps a model with one.")
+        self._check_processes()
+        fits = trainer.state.fn == TrainerFn.FITTING
         if self._paged is None:
-            said = self.precision_plugin.said
-            self._paged = self.paging.take_over(self.lightning_module, made[0], said)
-        for config in self.lr_scheduler_configs:
-            hand_over(config.scheduler, self._paged)
-        self.optimizers = [self._paged]
-        if trainer.state.fn != TrainerFn.FITTING:
+            self._paged = optimizer_of(self.lightning_module)
+        if fits or self._paged is None:
+            self._set_up_optimizer(trainer, fits)
+        if not fits:
             self._reset_optimizers_and_schedulers()
+
+    def _set_up_optimizer(self, trainer: Any, fits: bool) -> None:
+        """Call `configure_optimizers`, and train with what it gives from now on, as each fit of Lightning does."""
+        try:
+            self.setup_optimizers(trainer)
+        except Exception as error:
+            if fits:
+                raise
+            raise ConfigError(
+                f"The model is wrapped with its optimizer before {trainer.state.fn.value}(), too, and there "
+                f"configure_optimizers raised {error!r}. It may return None if self.trainer.state.fn is not 'fit': the "
+                "model is then frozen, and can only be evaluated, with the weights that it has."
+            ) from error
+        made: list[Any] = [each for each in self.optimizers if not isinstance(each, _MockOptimizer)]
+        if len(made) > 1 or (fits and not made):
+            raise ConfigError(f"configure_optimizers gave {len(made)} optimizers; Pagoda trains a model with one.")
+        module, said = self.lightning_module, self.precision_plugin.said
+        if not made:
+            self._paged = self.paging.wrap_frozen(module, self.paging.memory, said)
+        elif made[0] is not self._given:
+            self._paged, self._given = self.paging.take_over(module, made[0], said), made[0]
+        for config in self.lr_scheduler_configs:
+            hand_over(config.scheduler, self.optimizer_in_pages)
+        self.optimizers = [self._paged]
 
     def model_to_device(self) -> None:
         """Do nothing: `wrap` has placed the model."""
@@ -196,15 +256,17 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
         """Empty: `save_checkpoint` writes the optimizer's state."""
         return {}
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: `save_checkpoint` writes the model's state."""
-        return {}
+    def lightning_module_state_dict(self) -> Mapping[str, Any]:
+        """The module's state dict, for hooks: `save_checkpoint` writes the model's state."""
+        return LazyStateDict(self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint directory: the state of the model and its optimizer in pieces, and Lightning's file for
         the rest. Without optimizer states, write one file of Lightning's."""
-        if "optimizer_states" not in checkpoint:
-            checkpoint["state_dict"] = self.lightning_module.state_dict()
+        weights, is_whole = checkpoint["state_dict"], "optimizer_states" in checkpoint
+        if isinstance(weights, LazyStateDict):  # no hook of the program has replaced it
+            checkpoint["state_dict"] = {} if is_whole else dict(weights)
+        if not is_whole:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with self._saved(Path(filepath)) as save:
@@ -228,10 +290,13 @@ class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Do nothing: `load_model_state_dict` has loaded the optimizer."""
+        """Load the optimizer from a checkpoint of another strategy. From one of Pagoda's, `load_model_state_dict` has
+        loaded it."""
+        if _HAS_STATE not in checkpoint:
+            self.optimizer_in_pages.load_state_dict(checkpoint["optimizer_states"][0])
 
 
-class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
+class PagodaFabricStrategy(_Strategy, fabric.Strategy):  # type: ignore[misc]
     """A strategy that keeps the training state of `fabric.setup(model, optimizer)` in pages::
 
         fabric = Fabric(strategy=PagodaFabricStrategy(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme"))))
@@ -240,12 +305,10 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
     model and optimizer are written in pieces. Inside `fabric.init_module()`, parameters take no memory.
     """
 
-    _model: nn.Module | None = None
+    on_one = fabric.SingleDeviceStrategy
+    on_several = fabric.DDPStrategy
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """Settings of the sampler that divides data over ranks. None on one rank, which keeps the loader's own."""
-        return None if self.world_size == 1 else super().distributed_sampler_kwargs
+    _model: nn.Module | None = None
 
     @property
     def precision(self) -> Any:
@@ -262,7 +325,7 @@ class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
         """Wrap a model with its optimizer."""
         if len(optimizers) != 1 or self._paged is not None:
             raise ConfigError("Pagoda's strategy takes one model with one optimizer: fabric.setup(model, optimizer).")
-        self.paging.check_device(self.root_device)
+        self._check_processes()
         self._paged = self.paging.take_over(module, optimizers[0], self.precision.said)
         self._model = module
         if scheduler is not None:
@@ -331,5 +394,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-StrategyRegistry.register("pagoda", PagodaStrategy, description="Training state in pages over GPU, RAM and SSD")
-FABRIC_STRATEGIES.register("pagoda", PagodaFabricStrategy, description="Training state in pages over GPU, RAM and SSD")
+for _registry, _kind in (
+    (trainer_strategies.StrategyRegistry, PagodaStrategy),
+    (fabric.STRATEGY_REGISTRY, PagodaFabricStrategy),
+):
+    _registry.register("pagoda", _kind, description="Training state in pages over GPU, RAM and SSD")

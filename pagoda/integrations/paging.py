@@ -1,7 +1,11 @@
 """The settings that a framework's trainer passes to `wrap`."""
 
 import inspect
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
@@ -10,9 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pagoda.api import wrap
+from pagoda.checkpoint.optimizer_states import read_entry
+from pagoda.checkpoint.state import state_of
 from pagoda.config.memory import Memory
 from pagoda.config.training import ActivationMode, Activations, MixedPrecision, Precision, Tiles, UpdateMode, Updates
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, UsageError
+from pagoda.memory.files import storage_errors
+from pagoda.memory.sizes import directory_and_size
 from pagoda.mesh.mesh import Mesh
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import Rule, plain_setting
@@ -21,6 +29,8 @@ from pagoda.optimizer import PagedOptimizer
 
 _ONLY_FASTER = ("fused", "foreach", "capturable", "differentiable")
 """Settings of torch's optimizers that change how they compute, but not the result."""
+_TAKEN = "_pagoda_taken"
+"""Attribute of a model that a framework has wrapped: its optimizer, and the settings of the framework."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +56,32 @@ class Paging:
     activations: ActivationMode | Activations = "keep"
     tiles: Tiles | None = None
     mesh: Mesh | DeviceMesh | None = None
+    skip_non_finite: bool = False
+    """Skip a step whose gradients are NaN or infinite, with a warning. By default such a step raises
+    NonFiniteGradientError. Either way, no weight changes. This needs clipping or `backward_passes=None`: otherwise
+    updates run during backward, and some units may have theirs before such a gradient arrives, which is an error."""
     reference: Memory | None = None
     """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. Only one
     model at a time can use an SSD directory, so give another directory than in `memory`."""
 
-    def wrap_frozen(self, model: nn.Module) -> None:
+    def of_model(self, number: int) -> "Paging":
+        """The settings of one of several models, from 0 on: the same budgets, but from the second model on, a directory
+        of its own in each directory of `memory.ssd`."""
+        if not number or self.memory.ssd is None:
+            return self
+        own = []
+        for directory, size in map(directory_and_size, os.fspath(self.memory.ssd).split(",")):
+            path = Path(directory, f"model-{number + 1}")
+            with storage_errors(f"{path} could not be made"):
+                path.mkdir(exist_ok=True)
+            own.append(f"{path}:{size}" if size else str(path))
+        return replace(self, memory=replace(self.memory, ssd=",".join(own)))
+
+    def wrap_frozen(
+        self, model: nn.Module, memory: Memory | None, precision: Precision | None = None
+    ) -> PagedOptimizer:
         """Freeze a model and wrap it. Raises the errors of `pagoda.wrap`."""
-        wrap(model.requires_grad_(False), AdamW(), memory=self.reference, mesh=self.mesh)
+        return wrap(model.requires_grad_(False), AdamW(), memory=memory, precision=precision, mesh=self.mesh)[1]
 
     def take_over(
         self,
@@ -70,8 +99,11 @@ class Paging:
         Afterwards, both have the same list of param groups. So schedulers of the optimizer, and schedulers inside
         of these, change the learning rate of the one that is returned.
 
-        `groups` are by default the optimizer's own. Raises ConfigError if the optimizer has taken a step, and the
-        errors of `pagoda.wrap`.
+        A model that a framework has wrapped keeps its weights and gets what a new optimizer is: the settings of this
+        one, and no state.
+
+        `groups` are by default the optimizer's own. Raises ConfigError if the optimizer has taken a step, UsageError if
+        the model is wrapped with another optimizer or other settings, and the errors of `pagoda.wrap`.
         """
         if isinstance(optimizer, PagedOptimizer):
             return optimizer
@@ -79,12 +111,37 @@ class Paging:
             raise ConfigError("The optimizer has taken steps already: pass it before its first step.")
         if groups is None:
             groups = optimizer.param_groups if self.optimizer is None else _without_settings(optimizer.param_groups)
+        rule = self.optimizer or rule_of(optimizer)
+        settings = {
+            "paging": self,
+            "precision": self.precision or precision,
+            "gradient clipping": clip_grad_norm,
+            "gradient accumulation": accumulation_steps,
+        }
+        if (paged := optimizer_of(model)) is not None:
+            _begin_anew(paged, rule, groups, _differences(getattr(model, _TAKEN)[1], settings))
+        else:
+            paged = self._wrap(model, rule, groups, precision, clip_grad_norm, accumulation_steps)
+            setattr(model, _TAKEN, (paged, settings))
+        optimizer.param_groups = paged.param_groups
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
+        return paged
+
+    def _wrap(
+        self,
+        model: nn.Module,
+        rule: Rule,
+        groups: list[dict[str, Any]],
+        precision: Precision | None,
+        clip_grad_norm: float | None,
+        accumulation_steps: int | None,
+    ) -> PagedOptimizer:
         memory = self.memory
         if memory.ssd_checkpoints is None:
             memory = replace(memory, ssd_checkpoints=0)
         _, paged = wrap(
             model,
-            self.optimizer or rule_of(optimizer),
+            rule,
             param_groups=groups,
             memory=memory,
             precision=self.precision or precision,
@@ -95,8 +152,7 @@ class Paging:
             tiles=self.tiles,
             mesh=self.mesh,
         )
-        optimizer.param_groups = paged.param_groups
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
+        paged._engine.stepper.scaler.skips_always = self.skip_non_finite
         return paged
 
     def check_device(self, device: torch.device) -> None:
@@ -114,6 +170,45 @@ class Paging:
             f"memory.device is {self.memory.device!r}, a GPU's memory, but batches are moved to {device}: leave "
             "memory.device out, or let the framework use the GPU."
         )
+
+
+def optimizer_of(model: nn.Module) -> PagedOptimizer | None:
+    """The optimizer of a model that a framework has wrapped. None for any other model."""
+    return getattr(model, _TAKEN, (None,))[0]
+
+
+def _begin_anew(paged: PagedOptimizer, rule: Rule, groups: list[dict[str, Any]], differences: list[str]) -> None:
+    """Give the optimizer of a wrapped model the settings of new param groups, and no state.
+
+    Raises UsageError if that is not all in which it differs from a new one, whose rule this is.
+    """
+    members, mine = ([[*map(id, group["params"])] for group in each] for each in (groups, paged.param_groups))
+    if _kind(rule) != _kind(paged._engine.rule):
+        differences = [*differences, "optimizer class"]
+    if members != mine:
+        differences = [*differences, "parameters of the param groups"]
+    if differences:
+        raise UsageError(
+            f"The model is wrapped already, and this differs from the first time: {', '.join(differences)}. Give it as "
+            "it was, or build a new model, or keep the model's optimizer: with a Trainer, give "
+            "optimizers=(trainer.optimizer, None)."
+        )
+    indices = iter(range(sum(map(len, mine))))
+    for group in (settings := [{**rule.defaults(), **group} for group in groups]):
+        paged._engine.rule.with_group(group)
+        group["params"] = [next(indices) for _ in group["params"]]
+    paged.load_state_dict({"state": {}, "param_groups": settings})
+
+
+def _kind(rule: Rule) -> tuple[Any, ...]:
+    """What a rule is, apart from the settings that each param group has."""
+    if not isinstance(rule, Optim):
+        return (type(rule),)
+    return rule.kind, {name: value for name, value in rule.settings.items() if name not in rule.group}
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in one.items() if other[name] != value]
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
@@ -171,7 +266,21 @@ def hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
     """Let the scheduler of an optimizer that was taken over name this one as its optimizer.
 
     Schedulers warn if an optimizer's steps are not counted, and only a scheduler's constructor lets an optimizer count
-    them.
+    them. transformers' AdafactorSchedule only reports the rates that Adafactor chooses itself.
     """
     torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
     scheduler.optimizer = optimizer
+    reports = getattr(sys.modules.get("transformers.optimization"), "AdafactorSchedule", None)
+    if reports is not None and type(scheduler) is reports:
+        scheduler.__class__ = type(reports.__name__, (reports,), {"get_lr": _rates_of_adafactor})
+
+
+def _rates_of_adafactor(scheduler: Any) -> list[float]:
+    """The rates of the last step. Before the first step, those that the scheduler was given."""
+    adafactor: Any = sys.modules["transformers.optimization"].Adafactor
+    groups = scheduler.optimizer.param_groups
+    states = [state for group in groups if (state := state_of(group["params"][0])) is not None]
+    if not all(state.unit.steps[state.slot] for state in states):
+        return list(scheduler.base_lrs)
+    with states[0].engine.settled():
+        return [adafactor._get_lr(group, read_entry(state)) for group, state in zip(groups, states, strict=True)]

@@ -2,8 +2,9 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -156,6 +157,24 @@ def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterato
             os.replace(file, directory / file.name)
             if file.name == INDEX:  # a single file of an earlier save would be loaded instead of the shards
                 (directory / SINGLE).unlink(missing_ok=True)
+
+
+class LazyStateDict(Mapping[str, torch.Tensor]):
+    """The state dict of a paged model, for hooks on saving. It takes no memory until one looks at it; `dict` copies
+    it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._read = cache(model.state_dict)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._read()[name]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
 
 
 def adapter_state(model: Any) -> dict[str, torch.Tensor]:

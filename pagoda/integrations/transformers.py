@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from pagoda.autograd.activations.blocks import find_blocks
 from pagoda.checkpoint.directory import read_manifest, remove
 from pagoda.checkpoint.rng import restore_rng, rng_state
 from pagoda.checkpoint.state import is_paged
-from pagoda.errors import CheckpointError, ConfigError, UsageError
+from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations import seals
 from pagoda.integrations.accelerate import PRECISIONS, adopt
-from pagoda.integrations.paging import Paging, hand_over
+from pagoda.integrations.paging import Paging, hand_over, optimizer_of
 from pagoda.integrations.states import adapter_state, exported_into, numbered
 from pagoda.integrations.vllm import check_adapters, stream_weights
 from pagoda.optimizer import PagedOptimizer
@@ -28,6 +28,11 @@ from pagoda.optimizer import PagedOptimizer
 STATE = "pagoda"
 """Directory inside a checkpoint: Pagoda's own checkpoint, from which a run resumes."""
 _SCHEDULER = "scheduler.pt"
+_BEGUN = "checkpoint-is-incomplete.txt"
+"""What transformers writes before a checkpoint of `enable_jit_checkpoint`, and deletes after it, as a seal does."""
+_OF_ANOTHER_TRAINER = (
+    " Another trainer has saved it, with weights alone: load the model from it, and leave out resume_from_checkpoint."
+)
 _REFUSED = {
     "auto_find_batch_size": "a step that ran out of memory cannot be repeated: choose the batch size",
     "fp16_full_eval": "evaluation uses the weights as training does: set fp16",
@@ -97,9 +102,12 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     # --- the model and its optimizer -----------------------------------------------------------------------------
 
-    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
         """Wrap the model with the optimizer that was given, or that `create_optimizer` returns: the trainer's, or that
         of a class of the user's. The trainer calls this when training or evaluation begins."""
+        if self.optimizer is None and not training and _in_pages(self.model):
+            self.model._is_accelerate_prepared = True  # evaluation needs no optimizer
+            return super()._wrap_model(model, training, *args, **kwargs)
         if self.optimizer is None:
             self.create_optimizer()
         if isinstance(self.optimizer, PagedOptimizer):
@@ -109,20 +117,15 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         self._paged = self.optimizer
         adopt(self.accelerator, self.model, self.optimizer)
         self.optimizer._is_accelerate_prepared = True  # type: ignore[union-attr]
-        return super()._wrap_model(model, *args, **kwargs)
+        return super()._wrap_model(model, training, *args, **kwargs)
 
     def _taken_over(self, optimizer: Any) -> PagedOptimizer:
         args, model = self.args, self.model
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"A {type(optimizer).__name__} is no torch.optim.Optimizer: give Paging(optimizer=...).")
-        if any(map(is_paged, model.parameters())):
-            raise UsageError(
-                "The model is wrapped already, so it cannot get another optimizer: keep trainer.optimizer, and return "
-                "self.optimizer from a create_optimizer of your own if there is one."
-            )
-        if self._paged is not None:  # of a model that `model_init` has replaced
+        if self._paged is not None and self._paged is not optimizer_of(model):  # `model_init` has replaced its model
             self._paged.close()
-        for block in find_blocks(model) if args.torch_compile else ():
+        for block in find_blocks(model) if args.torch_compile and not _in_pages(model) else ():
             block.module.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         paged = self.paging.take_over(
             model,
@@ -167,7 +170,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
         def prepare_model(model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
             if evaluation_mode and self.paging.reference is not None and model is not self.model:
-                self.paging.wrap_frozen(model)
+                self.paging.wrap_frozen(model, self.paging.reference)
                 model._is_accelerate_prepared = True  # type: ignore[assignment]
             return prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
 
@@ -195,31 +198,41 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     # --- saving --------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint and seal it. Only then are older ones deleted."""
+        """Write a checkpoint and seal it. Only then is it pushed, and are older ones deleted. Between the backward and
+        the end of a step that has updated some units, it is written at the end of the step."""
         if self._paged is None:
             super()._save_checkpoint(model, trial)
+            return
+        if self._paged.updates_have_begun:
+            self.control.should_save = True
             return
         run = Path(self._get_output_dir(trial=trial))
         directory = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             seals.begin(directory)
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        limit, pushes = self.args.save_total_limit, self.args.push_to_hub
+        self.args.save_total_limit, self.args.push_to_hub = None, False
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self.args.save_total_limit = limit
+            self.args.save_total_limit, self.args.push_to_hub = limit, pushes
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            torch.save(self.args, directory / TRAINING_ARGS_NAME)  # with its limit
+            torch.save(self.args, directory / TRAINING_ARGS_NAME)  # as it was
+            (directory / _BEGUN).unlink(missing_ok=True)
             seals.seal(directory)
+        if pushes:
+            self._push_from_checkpoint(str(directory))
+        if self.args.should_save:
             rotate_checkpoints(str(run), limit, self.state.best_model_checkpoint, use_mtime=True)
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model in pieces, or its adapters. The trainer writes the other files."""
-        if self._paged is not None and state_dict is None and getattr(self.model, "peft_config", None):
+        paged = _in_pages(self.model)
+        if paged and state_dict is None and getattr(self.model, "peft_config", None):
             state_dict = adapter_state(self.model)
-        if self._paged is None or state_dict is not None:
+        if not paged or state_dict is not None:
             super()._save(output_dir, state_dict=state_dict)
             return
         out = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -246,13 +259,17 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         later ones."""
         if resume_from_checkpoint is not True:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        for path in reversed(numbered(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-")):
+        paths = numbered(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-")
+        for path in reversed(paths):
             try:
                 return super().train(str(path), *args, **kwargs)
             except _ResumeError as error:
+                if path == paths[0]:
+                    raise
                 warnings.warn(f"{error} The run resumes from the checkpoint before it.", stacklevel=2)
-        raise CheckpointError(
-            f"{self.args.output_dir} has no checkpoint to resume from: leave out resume_from_checkpoint to begin."
+        raise _ResumeError(
+            f"No valid checkpoint found in output directory ({self.args.output_dir}): leave out resume_from_checkpoint "
+            "to begin."
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -282,8 +299,13 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             super()._load_best_model()
 
 
-class _ResumeError(CheckpointError):
-    """A checkpoint is damaged, not complete, or not of Pagoda's."""
+def _in_pages(model: nn.Module) -> bool:
+    return any(map(is_paged, model.parameters()))
+
+
+class _ResumeError(CheckpointError, ValueError):
+    """There is no checkpoint, or it is damaged, not complete, or not of Pagoda's. It is a ValueError as the stock
+    trainer's, which scripts catch to begin anew."""
 
 
 @contextmanager
@@ -291,15 +313,15 @@ def _can_resume(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        advice = (
-            ""
-            if Path(checkpoint, STATE).is_dir()
-            else (
-                " Another trainer's checkpoint has weights alone: load the model from it, and leave out "
-                "resume_from_checkpoint."
-            )
+        if not os.path.isdir(checkpoint):
+            raise _ResumeError(f"Can't find a valid checkpoint at {checkpoint}: there is no such directory.") from error
+        others = not os.path.isdir(os.path.join(checkpoint, STATE)) and os.path.exists(
+            os.path.join(checkpoint, TRAINER_STATE_NAME)
         )
-        raise _ResumeError(f"{checkpoint} cannot be resumed with paging: {str(error).rstrip('.')}.{advice}") from error
+        raise _ResumeError(
+            f"{checkpoint} cannot be resumed with paging: {str(error).rstrip('.')}."
+            + (_OF_ANOTHER_TRAINER if others else "")
+        ) from error
 
 
 class Trainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]

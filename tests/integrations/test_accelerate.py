@@ -256,6 +256,37 @@ def test_several_models_have_state_of_their_own(paged: Make, tmp_path: Path) -> 
     assert {path.name for path in (tmp_path / "state" / "pagoda-1").iterdir()} >= {"state", "state_1"}
 
 
+def test_two_models_larger_than_ram_share_a_directory(paged: Make) -> None:
+    accelerator = paged("256KiB")
+    made: list[Any] = [torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))) for _ in range(2)]
+    made += [torch.optim.SGD(each.parameters(), momentum=0.5) for each in made]
+    one, two, *optimizers = accelerator.prepare(*made)
+    for _ in range(2):
+        accelerator.backward(two(one(torch.ones(2, 64))).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+    for optimizer in optimizers:
+        assert sum(optimizer.optimizer.stats.bytes_moved.values()), "its state is on the SSD"
+
+
+def test_a_model_that_is_prepared_again_has_a_new_optimizer_and_is_saved_once(paged: Make, tmp_path: Path) -> None:
+    def program(accelerator: Any) -> list[float]:
+        run = Run(accelerator, lr=0.2, momentum=0.9)
+        found = run.steps(3)
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.05, momentum=0.5)
+        run.model, run.optimizer = accelerator.prepare(run.model, optimizer)
+        run.scheduler = accelerator.prepare(LinearLR(run.optimizer, 1.0, 0.2, 10))
+        found += run.steps(2)
+        accelerator.save_state(str(tmp_path / type(accelerator).__module__))
+        return found + run.steps(2)
+
+    assert program(paged()) == program(stock())
+    (save,) = (tmp_path / Accelerator.__module__).iterdir()
+    names = {path.name for path in save.iterdir()}
+    assert "state_1" not in names
+    assert not {name for name in names if name.startswith("optimizer")}
+
+
 def test_what_cannot_be_combined_is_refused_in_words(paged: Make) -> None:
     with pytest.raises(pagoda.ConfigError, match="together with the one model"):
         paged().prepare(torch.optim.SGD(model().parameters()))

@@ -159,6 +159,197 @@ def test_the_strategy_has_a_name(tmp_path: Path) -> None:
     assert isinstance(lightning.Fabric(accelerator="cpu", devices=1, strategy="pagoda").strategy, PagodaFabricStrategy)
 
 
+# --- one device --------------------------------------------------------------------------------------------------
+
+
+class Regression(lightning.LightningModule):
+    """Two layers, an optimizer with momentum, and the losses and rates of its steps."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size, self.rate, self.momentum = batch_size, 0.02, 0.5
+        self.schedule: Any = None
+        torch.manual_seed(1)
+        self.network = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+        self.steps: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any, _index: int) -> torch.Tensor:
+        loss = (self.network(batch[0]) - batch[0][:, :1].sin()).square().mean()
+        self.steps.append((loss.item(), self.trainer.optimizers[0].param_groups[0]["lr"]))
+        return loss
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("found", self.network(batch[0]).mean())
+
+    def train_dataloader(self, shuffle: bool = False) -> Any:
+        inputs = torch.randn(24, 16, generator=torch.Generator().manual_seed(5))
+        return DataLoader(torch.utils.data.TensorDataset(inputs), self.batch_size, shuffle=shuffle)
+
+    test_dataloader = train_dataloader
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.rate, momentum=self.momentum)
+        return optimizer if self.schedule is None else ([optimizer], [self.schedule(optimizer)])
+
+
+def trainer_of(strategy: Any, out: Path, **settings: Any) -> Any:
+    given = {"max_epochs": 1, "default_root_dir": out, "enable_checkpointing": False, **QUIET, **settings}
+    return lightning.Trainer(strategy=strategy, **given)
+
+
+Alike = Callable[[Callable[[Callable[..., Any]], Any]], None]
+
+
+@pytest.fixture
+def alike(pages: Any, tmp_path: Path) -> Alike:
+    """Asserts that a program gives the same with Lightning's own strategy. The program gets a function that makes
+    trainers, with one strategy each, and with the same settings of paging."""
+
+    def check(program: Callable[[Callable[..., Any]], Any]) -> None:
+        paging = pages().paging
+
+        def own(**settings: Any) -> Any:
+            return trainer_of("auto", tmp_path, **settings)
+
+        def paged(**settings: Any) -> Any:
+            strategies.append(PagodaStrategy(paging=paging))
+            return trainer_of(strategies[-1], tmp_path, **settings)
+
+        strategies: list[Any] = []
+        found = [program(make) for make in (own, paged)]
+        strategies[0].optimizer_in_pages.close()
+        assert found[1] == found[0]
+
+    return check
+
+
+def test_one_device_draws_the_random_numbers_of_lightnings_own_strategy(alike: Alike) -> None:
+    """A loader without a generator of its own shuffles from the seed of the program."""
+
+    def program(make: Any) -> Any:
+        lightning.seed_everything(3, verbose=False)
+        module, trainer = Regression(), make()
+        trainer.fit(module, module.train_dataloader(shuffle=True))
+        assert isinstance(trainer.strategy, lightning.pytorch.strategies.SingleDeviceStrategy)
+        return module.steps
+
+    alike(program)
+
+
+@pytest.mark.parametrize("again", ["the same trainer", "another trainer"])
+def test_each_fit_begins_with_what_configure_optimizers_gives(again: str, alike: Alike) -> None:
+    """Its rate, momentum and schedulers, and no state of the last fit."""
+
+    def program(make: Any) -> Any:
+        module, trainer = Regression(), make()
+        trainer.fit(module)
+        module.rate, module.momentum, module.schedule = 0.1, 0.25, warmed
+        if again == "another trainer":
+            trainer = make()
+            trainer.test(module, verbose=False)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module)
+        return module.steps
+
+    alike(program)
+
+
+def test_an_optimizer_that_a_module_keeps_goes_on_with_its_state(alike: Alike) -> None:
+    def program(make: Any) -> Any:
+        module, trainer = Regression(), make()
+        kept = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        module.configure_optimizers = lambda: kept
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module)
+        return module.steps
+
+    alike(program)
+
+
+def test_a_fit_with_another_optimizer_is_refused_in_words(pages: Any, tmp_path: Path) -> None:
+    module, trainer = Regression(), trainer_of(pages(), tmp_path)
+    trainer.fit(module)
+    trainer.fit_loop.max_epochs = 2
+    module.configure_optimizers = lambda: torch.optim.Adagrad(module.parameters())
+    with pytest.raises(pagoda.UsageError, match="differs from the first time: optimizer class"):
+        trainer.fit(module)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.network[0].parameters(), momentum=0.5)
+    with pytest.raises(pagoda.UsageError, match="first time: parameters of the param groups"):
+        trainer.fit(module)
+    with pytest.raises(pagoda.UsageError, match="first time: paging"):
+        trainer_of(PagodaStrategy(paging=Paging()), tmp_path).fit(module)
+
+
+def test_the_tuner_finds_what_it_finds_with_lightnings_own_strategy(alike: Alike) -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    def program(make: Any) -> Any:
+        module, trainer = Regression(2), make()
+        size = Tuner(trainer).scale_batch_size(module, max_trials=3)
+        rates = Tuner(make()).lr_find(module, num_training=5, max_lr=0.5, update_attr=False).results
+        trainer.fit(module)
+        return size, rates, module.steps
+
+    alike(program)
+
+
+def test_a_checkpoint_of_lightnings_own_strategy_resumes_with_its_optimizer(alike: Alike, tmp_path: Path) -> None:
+    first = trainer_of("auto", tmp_path)
+    first.fit(Regression())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+
+    def program(make: Any) -> Any:
+        module = Regression()
+        make(max_epochs=2).fit(module, ckpt_path=tmp_path / "first.ckpt")
+        return module.steps
+
+    alike(program)
+
+
+def test_hooks_on_saving_see_the_state_dict_and_may_choose_from_it(alike: Alike, tmp_path: Path) -> None:
+    def program(make: Any) -> Any:
+        class Biases(Regression):
+            def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+                kept = {name: value for name, value in checkpoint["state_dict"].items() if "bias" in name}
+                checkpoint["state_dict"] = kept
+
+        module, trainer = Biases(), make()
+        trainer.fit(module)
+        trainer.save_checkpoint(tmp_path / "biases.ckpt", weights_only=True)
+        saved = torch.load(tmp_path / "biases.ckpt", weights_only=False)["state_dict"]
+        return {name: value.tolist() for name, value in saved.items()}
+
+    alike(program)
+
+
+def test_a_module_without_an_optimizer_can_only_be_evaluated(alike: Alike, pages: Any, tmp_path: Path) -> None:
+    class Evaluated(Regression):
+        def configure_optimizers(self) -> Any:
+            if self.trainer.state.fn != "fit" and self.rate:
+                raise LookupError("no steps to schedule")
+
+    def program(make: Any) -> Any:
+        module = Evaluated()
+        module.rate = 0
+        return make().test(module, verbose=False)
+
+    alike(program)
+    with pytest.raises(pagoda.ConfigError, match=r"before test\(\), too.*LookupError.*may return None"):
+        trainer_of(pages(), tmp_path).test(Evaluated(), verbose=False)
+    with pytest.raises(pagoda.ConfigError, match="gave 0 optimizers"):
+        trainer_of(pages(), tmp_path).fit(Evaluated())
+
+
+def test_processes_that_lightning_does_not_count_are_refused(
+    pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(pagoda.ConfigError, match=r"1 processes, and torchrun's environment 2.*as many devices"):
+        trainer_of(pages(), tmp_path).fit(Regression())
+
+
 # --- Fabric ------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +406,15 @@ def test_a_scheduler_that_fabric_does_not_know_changes_the_rate(pages: Any) -> N
         optimizer.step()
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_fabric_needs_no_launch_on_one_device(pages: Any) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=pages(PagodaFabricStrategy))
+    made = torch.nn.Linear(4, 1)
+    made, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    with fabric.no_backward_sync(made):
+        fabric.backward(made(torch.ones(2, 4)).sum())
+    optimizer.step()
 
 
 def test_fabric_trains_and_resumes(pages: Any, tmp_path: Path) -> None:

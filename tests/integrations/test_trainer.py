@@ -414,3 +414,148 @@ def test_adapters_are_saved_as_by_the_stock_trainer(kind: str, paged: Make, tmp_
     mine, theirs = map(load_file, files)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+# --- a second trainer, and runs that end early -------------------------------------------------------------------
+
+
+def test_a_second_trainer_of_a_model_trains_as_the_stock_one(paged: Make, tmp_path: Path) -> None:
+    """With its own rate and schedule, and new states. To evaluate, it needs no optimizer, and leaves the first's."""
+    settings: dict[str, Any] = {"optim": "adagrad", "max_steps": 3}
+    found = []
+    for make in (paged, None):
+        made, losses = model(), []
+        for changed in ({}, {"learning_rate": 3e-2, "lr_scheduler_type": "cosine"}):
+            given = {"model": made, "train_dataset": samples(), "eval_dataset": samples(4)}
+            if make is None:
+                trainer = transformers.Trainer(args=arguments(tmp_path / "stock", **settings, **changed), **given)
+            else:
+                trainer = make(given=given, paging={"memory": pagoda.Memory(host="2MiB")}, **settings, **changed)
+            losses.append(trainer.evaluate()["eval_loss"])
+            trainer.train()
+            losses += logged(trainer, "loss", "learning_rate")
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+def test_a_second_trainer_evaluates_without_an_optimizer_and_saves(paged: Make, tmp_path: Path) -> None:
+    first = paged(optim="adagrad")
+    first.train()
+    before = first.optimizer.state_dict()
+    second = paged(given={"model": first.model, "eval_dataset": samples(4)})
+    assert second.evaluate()["eval_loss"] == first.evaluate(samples(4))["eval_loss"]
+    assert second.optimizer is None
+    second.save_model(str(tmp_path / "saved"))
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "saved").lm_head.weight, first.model.lm_head.weight)
+    after = first.optimizer.state_dict()
+    assert all(torch.equal(state["sum"], before["state"][at]["sum"]) for at, state in after["state"].items())
+
+
+def test_a_second_trainer_with_other_settings_of_wrap_names_the_remedy(paged: Make) -> None:
+    memory_of_both = {"memory": pagoda.Memory(host="2MiB")}
+    first = paged(paging=memory_of_both)
+    first.train()
+    second = paged(given={"model": first.model}, paging=memory_of_both, max_grad_norm=0.1)
+    with pytest.raises(
+        pagoda.UsageError, match=r"first time: gradient clipping.*optimizers=\(trainer\.optimizer, None\)"
+    ):
+        second.train()
+    third = paged(given={"model": first.model, "optimizers": (first.optimizer, None)}, paging=memory_of_both)
+    third.train()
+    assert len(logged(third, "loss")) == 6
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [(True, "No valid checkpoint found"), ("/nowhere/checkpoint-5", "no such directory")]
+)
+def test_a_run_without_a_checkpoint_raises_the_stock_trainers_error(where: Any, said: str, paged: Make) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        paged().train(resume_from_checkpoint=where)
+    assert "nother trainer" not in str(raised.value)
+
+
+class Preempted(TrainerCallback):
+    """Asks for a checkpoint as SIGTERM does with `enable_jit_checkpoint`, before the fourth step or within it."""
+
+    def __init__(self, within: bool) -> None:
+        self._within = within
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._ask(state.global_step == 3 and not self._within)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._ask(state.global_step == 3 and self._within)
+
+    def _ask(self, now: bool) -> None:
+        self.manager.is_checkpoint_requested |= now
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_what_is_saved_on_sigterm_resumes(within: bool, paged: Make) -> None:
+    """Also if it is asked for after the backward that has updated units."""
+    settings = {"gradient_accumulation_steps": 2, "enable_jit_checkpoint": True}
+    whole = paged("whole", **settings)
+    whole.train()
+    asks = Preempted(within)
+    ended = paged("ended", given={"callbacks": [asks]}, **settings)
+    managers = [getattr(each, "jit_manager", None) for each in ended.callback_handler.callbacks]
+    (asks.manager,) = filter(None, managers)
+    ended.train()
+    assert ended.state.global_step == 4
+    resumed = paged("ended", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_a_checkpoint_is_pushed_once_it_is_sealed(paged: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = []
+
+    def push(_: Any, directory: str) -> None:
+        seals.check(Path(directory))
+        pushed.append(Path(directory).name)
+
+    for name in ("init_hf_repo", "push_to_hub", "_finish_current_push"):
+        monkeypatch.setattr(transformers.Trainer, name, lambda *_, **__: None)
+    monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", push)
+    settings = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_model_id": "a/b", "hub_token": "none"}
+    paged(save_strategy="steps", save_steps=3, **settings).train()
+    assert pushed == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_adafactors_own_rates_are_logged(paged: Make, tmp_path: Path) -> None:
+    def run(make: Callable[..., Any]) -> list[float]:
+        made = model()
+        optimizer = transformers.Adafactor(made.parameters(), warmup_init=True)
+        schedule = transformers.optimization.AdafactorSchedule(optimizer)
+        trainer = make(given={"model": made, "optimizers": (optimizer, schedule)})
+        trainer.train()
+        return logged(trainer, "loss", "learning_rate")
+
+    def own(given: dict[str, Any]) -> Any:
+        return transformers.Trainer(args=arguments(tmp_path / "stock"), train_dataset=samples(), **given)
+
+    rates = run(paged)
+    assert rates == run(own)
+    assert rates[-1] > 0
+
+
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}])
+def test_steps_that_are_not_finite_are_skipped_if_a_setting_says_so(settings: dict[str, Any], paged: Make) -> None:
+    class Broken(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * (float("nan") if self.state.global_step == 2 else 1.0)
+
+    skipping = paged(kind=Broken, paging={"skip_non_finite": True}, **settings)
+    with pytest.warns(UserWarning, match=r"A step is skipped\. The gradient of .* is not finite"):
+        skipping.train()
+    losses = logged(skipping, "loss")
+    assert len(losses) == 6
+    assert all(0 < loss < 10 for at, loss in enumerate(losses) if at != 2)
+    with pytest.raises(pagoda.NonFiniteGradientError):
+        paged(kind=Broken, **settings).train()
+
+
+def test_checkpointing_twice_is_refused_with_the_trainers_setting(paged: Make) -> None:
+    with pytest.raises(pagoda.UsageError, match="set gradient_checkpointing=False in its arguments"):
+        paged(paging={"activations": "recompute"}, activation_checkpointing=True).train()

@@ -73,8 +73,9 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
     """Raises UsageError for a transformers model that does its own checkpointing."""
     if any(_is_transformers_layer(m) and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise UsageError(
-            "The model checkpoints its layers itself: call model.gradient_checkpointing_disable(), or leave out "
-            "wrap(activations=...), which would recompute them twice."
+            "The model checkpoints its layers itself, and activations=... would recompute them twice. Leave that out "
+            "of wrap or Paging; or call model.gradient_checkpointing_disable(), or with a Trainer set "
+            "gradient_checkpointing=False in its arguments. SFTConfig and others of TRL set it by default."
         )
 
 
