@@ -35,6 +35,8 @@ _FREE_ON_RESUME = frozenset(
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
+LOGS = ("tensorboard", "wandb", "trackio")
+"""What --log may name: packages."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 _EVALUATIONS = 10
@@ -182,6 +184,7 @@ class TrainConfig(Reading, SizedRun):
         if self.patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
+        _ = self.logs
         self.lora.check_with(self)
         if self.lora.rank is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
@@ -193,6 +196,15 @@ class TrainConfig(Reading, SizedRun):
                     f"--sample-every needs a whole {whole}: leave it out with {flag(name)}, and see what a checkpoint "
                     "writes with `pagoda generate`"
                 )
+
+    @property
+    def logs(self) -> list[str]:
+        """The destinations of metrics in addition to files. Raises ConfigError if one is unknown."""
+        names = [name.strip() for name in (self.log or "").split(",") if name.strip()]
+        for name in names:
+            if name not in LOGS:
+                raise ConfigError(f"--log {name!r} is not known: give some of {', '.join(LOGS)}, with commas between")
+        return names
 
     @property
     def depends_on_data(self) -> bool:

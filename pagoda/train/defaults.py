@@ -27,8 +27,7 @@ from pagoda.train.progress import say
 from pagoda.train.ranks import from_first, ranks_with_batches
 from pagoda.train.run_dir import LAST, RunDir, unused
 from pagoda.train.sources import STDLIB
-from pagoda.train.tokenizer import open_tokenizer
-from pagoda.train.tokens import Tokens, open_tokens
+from pagoda.train.tokens import DataSets, Tokens
 
 _SEQ_LEN, _MOST_SEQ_LEN = 1024, 4096
 _TOKENS_PER_STEP = 16384
@@ -46,7 +45,7 @@ _WARMUP, _WARMUP_OF_ADAPTERS, _MOST_WARMUP = 0.03, 0.1, 100
 """Warm-up as a share of the steps, and its most steps. The learning rate of adapters is higher."""
 
 
-def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
+def completed(config: TrainConfig, data: DataSets, mesh: Mesh, console: Console) -> TrainConfig:
     """The configuration with every setting chosen. Prints every choice. All ranks take the choices of the first one.
 
     Raises ConfigError if data, a model or a setting cannot be used, and StorageError if there is no room for tokens.
@@ -65,14 +64,14 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
             if was_restarted() and run_dir.config.exists():  # these processes continue what others began
                 return replace(run_dir.started_config(), out=run_dir.path), []
             run_dir.check_free()
-        return _chosen(asked, ranks_with_batches(asked, mesh), console)
+        return _chosen(asked, ranks_with_batches(asked, mesh), data)
 
     chosen, reasons = from_first(mesh, "the choice of settings", choices)
     say(console, *(f"Chosen: {reason}" for reason in reasons))
     return chosen
 
 
-def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
+def _chosen(asked: TrainConfig, ranks: int, data: DataSets) -> tuple[TrainConfig, list[str]]:
     """The configuration, and the reasons."""
     reasons: list[str] = []
     lr, why = _learning_rate(asked)
@@ -90,7 +89,7 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
         asked, why = _of_gpu(asked, torch.cuda.mem_get_info()[0])
         reasons += why
     if asked.depends_on_data:
-        asked, why = _by_data(asked, ranks, console)
+        asked, why = _by_data(asked, ranks, data.open(asked.data))
         reasons += why
     if asked.activations is None:  # as `pagoda plan` decides, since the batch is the user's
         asked, why = _with_activations(asked, asked.batch_size, replace(_Estimate.of_run(asked), kept=1))
@@ -119,12 +118,9 @@ def _of_gpu(asked: TrainConfig, free: int) -> tuple[TrainConfig, list[str]]:
     return replace(asked, memory=replace(asked.memory, device=str(free), adapt_after=after)), why
 
 
-def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
+def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfig, list[str]]:
     """The configuration with the settings that depend on the data, and the reasons."""
     reasons: list[str] = []
-    assert asked.data is not None, "it is chosen first"
-    tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
-    tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console, asked.skip_bad)
     if not asked.seq_len:
         seq_len, why = sequence_length(asked, tokens)
         asked = replace(asked, seq_len=seq_len)

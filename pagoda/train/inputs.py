@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from pagoda.train.ranks import from_all, from_first, ranks_with_batches
 from pagoda.train.seen import many
 from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
-from pagoda.train.tokens import Tokens, open_tokens
+from pagoda.train.tokens import DataSets, Tokens
 
 _SHOWN = 256
 """Most tokens of the document that is shown before the first step."""
@@ -36,21 +35,19 @@ _ROUNDING, _ROUNDING_16 = 2e-6, 2e-4
 causes at most 2e-7 in fp32. A model that reads the first document changes by 1e-4 or more."""
 
 
-def opened_tokens(config: Reading, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
-    """The tokens of --data or --eval-data. Prints what was read, and what was ignored or left out. The first rank
-    tokenises them if they are not in the cache; the other ranks find them there.
+def opened_tokens(config: Reading, name: str, data: DataSets, mesh: Mesh, console: Console) -> Tokens:
+    """The tokens of --data or --eval-data. Prints what was read, and what was ignored or left out. The first rank reads
+    the files, and tokenises them if their tokens are not in the cache; the other ranks find them there.
 
     Raises ConfigError if data or tokenizer cannot be used, and StorageError if there is no room for the tokens.
     """
-    find = partial(open_tokens, name, tokenizer, config.cache, config.column, console, config.skip_bad)
-    from_first(mesh, "the data", lambda: find() and None)
-    tokens = find()
+    tokens = data.open(name, from_first(mesh, "the data", lambda: data.open(name).key))
     if tokens.about.chats and is_encoder_decoder(config.model):
         raise ConfigError(
             f"data {name!r} has conversations, and model {config.model!r} has an encoder and a decoder, which "
             "continue texts here: give plain text"
         )
-    say(console, *described(tokens, tokenizer))
+    say(console, *described(tokens, data.tokenizer))
     return tokens
 
 
@@ -63,7 +60,7 @@ def rows_of(config: Reading, tokens: Tokens) -> Rows:
 
 
 def batches_of(
-    config: TrainConfig, tokens: Tokens, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, console: Console
+    config: TrainConfig, tokens: Tokens, data: DataSets, model: nn.Module, mesh: Mesh, console: Console
 ) -> tuple[Batches, Batches | None]:
     """The batches of a run, and those to evaluate on. Prints how the tokens are cut into sequences.
 
@@ -76,7 +73,7 @@ def batches_of(
     say(console, *sequences(rows))
     evaluated: Rows | None = None
     if config.eval_data is not None:
-        other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
+        other = opened_tokens(config, config.eval_data, data, mesh, console)
         _check_vocabulary(config, model, other)
         evaluated = Rows.of(other, rows.length, config.packs)
     elif config.eval_share:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from pagoda.train.inputs import described
 from pagoda.train.loggers import Loggers
 from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.progress import Progress, say
-from pagoda.train.ranks import MetricsFiles, share_metrics
+from pagoda.train.ranks import MetricsFiles, from_first, share_metrics
 from pagoda.train.resume import Beginning
 from pagoda.train.run_dir import RunDir
 from pagoda.train.saving import Saving
@@ -87,7 +87,6 @@ class Steps:
             self._evaluator = Evaluator(evaluated, tokenizer, mesh, session.config.sequence_parallel)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
-        self._loggers = Loggers(None if mesh.everyone.rank else session.config.log, run_dir.path, self._warn)
         self._saving = Saving(session, run_dir, tokenizer.files, mesh, console)
         self._done, self._step_s = 0, 0.0
         """Number of steps done, and seconds of the last one."""
@@ -100,9 +99,19 @@ class Steps:
 
     def run(self, beginning: Beginning) -> TrainResult:
         """Run the remaining steps."""
+        self._done = beginning.done
+        self._saving.check_room(self._config.steps - self._done)
+        self._loggers = Loggers(replace(self._config, log=None), self._done, self._warn)
+
+        def log_in() -> None:
+            self._loggers = Loggers(self._config, self._done, self._warn)
+
+        from_first(self._mesh, "the destinations of metrics", log_in)
+        with closing(self._loggers):
+            return self._run(beginning)
+
+    def _run(self, beginning: Beginning) -> TrainResult:
         config, done = self._config, beginning.done
-        self._done = done
-        self._saving.check_room(config.steps - done)
         losses: list[float] = []
         accesses: AccessCounts = {}
         seconds, step = 0.0, done
@@ -121,7 +130,6 @@ class Steps:
             # A run that was interrupted has left out the evaluation after its last step.
             first = None if evaluated or done % config.evaluates_every else self._evaluate(done)
         with ExitStack() as opened:
-            opened.callback(self._loggers.close)
             with first_signal(self._explain) as received, Progress(self._console, config.steps, done) as progress:
                 while not self._over:
                     traced = step == done + min(config.trace_step, config.steps - done) - 1
