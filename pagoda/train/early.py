@@ -47,7 +47,7 @@ def _check_packages(config: TrainConfig) -> None:
 
 def _check_directories(memory: Memory, ranks: int) -> None:
     """Raises StorageError for an SSD directory that cannot be used, or that another process uses."""
-    own = memory.ssd_directories
+    own = list(memory.ssd_directories)
     if ranks > 1:  # each rank has a directory in each, which may not be there yet
         own = [path / "rank-0" for path in own if (path / "rank-0").exists() or not path.is_dir()]
     lock_directories(own).close()

@@ -16,7 +16,7 @@ from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.models.build import is_encoder_decoder
 from pagoda.prepare.documents import SHORT_TOKENS, attend_by_document, mask_bytes, window_of
-from pagoda.train.config import TrainConfig
+from pagoda.train.config import EVAL_ROWS, TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first, ranks_with_batches
@@ -25,8 +25,8 @@ from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import DataSets, Tokens
 
-_SHOWN = 256
-"""Most tokens of the document that is shown before the first step."""
+_SHOWN, _SHOWN_LINES = 256, 10
+"""Most tokens and lines of the document that is shown before the first step."""
 _LENGTHS = "at least", "in the median", "at the 95th percentile", "at most"
 _PROBED = 8
 """Tokens of each of the two documents with which `_crosses` tests a model."""
@@ -96,7 +96,7 @@ def batches_of(
     )
     if evaluated is None:
         return batches, None
-    kept = evaluated.held_out(min(config.eval_rows, len(evaluated)), config.seed)[1]
+    kept = evaluated.held_out(min(config.eval_rows or EVAL_ROWS, len(evaluated)), config.seed)[1]
     few = f" of {len(evaluated):,}" if len(kept) < len(evaluated) else ""
     of = f"{len(kept):,}{few} sequences{' held out' if config.eval_share else ''}"
     every = config.evaluates_every
@@ -114,7 +114,9 @@ def example(rows: Rows, tokenizer: Tokenizer) -> list[str]:
     counted[0] = False  # nothing precedes it, so it is not predicted
     more = " ..." if stop == start + _SHOWN else ""
     text = tokenizer.marked(np.where(ids < 0, ~ids, ids), counted)
-    return ["Example, with what the loss counts between « and »:", *f"{text}{more}".rstrip("\n").split("\n")]
+    lines = f"{text}{more}".rstrip("\n").split("\n")
+    rest = ["..."] * (len(lines) > _SHOWN_LINES)
+    return ["Example, with what the loss counts between « and »:", *lines[:_SHOWN_LINES], *rest]
 
 
 def keep_apart(session: Session, evaluated: Batches | None, mesh: Mesh, console: Console) -> Batches | None:

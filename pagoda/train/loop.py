@@ -39,6 +39,9 @@ from pagoda.train.session import Session, seed_all
 from pagoda.train.steps import Steps, TrainResult
 from pagoda.train.tokens import DataSets
 
+_WORN = 0.01
+"""Share of what a drive is rated for of which a run tells without --verbose."""
+
 
 def run(config: TrainConfig, console: Console | None = None) -> TrainResult | None:
     """Train as `config` says. Shows the plan and the progress on `console`. Returns None if a resumed run was already
@@ -88,7 +91,8 @@ def _run(
     tokens, tokenizer = opened_tokens(config, config.data, data, mesh, console), data.tokenizer
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         say(console, hint)
-    chosen, predicted = choose_plan(config, console, mesh)
+    plan = choose_plan(config, console, mesh)
+    chosen = plan.config
     seed_all(config.seed)
     with init():
         built = build_model(config.model, seq_len=config.seq_len)
@@ -117,7 +121,9 @@ def _run(
         mesh=mesh,
     )
     try:
-        console.print(plan_table(plan_of(model), parameters))
+        console.print(plan_table(plan_of(model), parameters, explained=config.verbose))
+        if config.verbose:
+            say(console, *(f"- {reason}" for reason in plan.reasons))
         part = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
         session = Session(config, batches, _passes(config, model, optimizer, mesh), part)
         if checkpoint is not None:
@@ -127,13 +133,18 @@ def _run(
         session.divide_sequences()
         if checkpoint is None:
             say(console, *example(batches.rows, tokenizer))
-        step_s = predicted["step_s"] if predicted else None
-        say(console, *expected(session.batches, config.steps, beginning.done, step_s))
+        step_s = plan.predicted["step_s"] if plan.predicted else None
+        evaluates = evaluated is not None
+        say(console, expected(session.batches, config.steps, beginning.done, step_s, evaluates))
         endurance = endurance_of(config.memory.ssd_directories, mesh.everyone.nodes)
         written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
         if endurance is not None and written:
-            say(console, f"SSD: {wear(written, config.steps - beginning.done, endurance)}")
-        return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
+            steps = config.steps - beginning.done
+            worn = f"SSD: {wear(written, steps, endurance)}"
+            plan = replace(plan, reasons=(*plan.reasons, f"{worn}."))
+            if config.verbose or written * steps >= _WORN * endurance.value:
+                say(console, worn)
+        return Steps(session, evaluated, tokenizer, run_dir, plan, mesh, console).run(beginning)
     finally:
         optimizer.close()
 

@@ -75,7 +75,7 @@ class Tokens:
     """Signed integers [tokens]: id, or ~id if the loss does not count the token."""
     ends: npt.NDArray[np.int64]
     """The end of each document, [documents]."""
-    key: str
+    key: str = ""
     """The name of their cache entry."""
 
     def __len__(self) -> int:

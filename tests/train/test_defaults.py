@@ -23,6 +23,7 @@ from pagoda.train.defaults import completed
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.settings_file import read_settings
+from pagoda.train.tokens import DataSets
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
 from tests.tiny import write_model
 
@@ -36,6 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats(120)])
     write_lines(folder / "two.jsonl", [{"messages": chat} for chat in chats(2)])
     return folder
+
+
+def choices(config: TrainConfig, console: Console) -> TrainConfig:
+    """All settings of a run."""
+    return completed(config, DataSets(config, console), open_mesh(), console)
 
 
 def run_of(folder: Path, **given: Any) -> tuple[Any, str]:
@@ -60,9 +66,9 @@ def test_a_model_and_data_are_enough(
     assert config.optim.lr == 2e-5
     assert (config.seq_len, config.batch_size, config.accumulation_steps, config.eval_share) == (128, 1, 1, 0.0)
     assert len(read_metrics(run_dir.metrics)) == config.steps == 6
-    assert "about 128 tokens a step (--tokens-per-step), as the usual epochs give fewer than 100 steps" in shown
+    assert "128 tokens a step (--tokens-per-step), so that the usual epochs give 6 steps" in shown
     assert "Run: 6 steps of 1 sequence (128 tokens), 3 epochs; step 1 shows" in shown
-    assert "Few steps: in fewer than 50, a model learns little. Give more data, --steps or --epochs" in shown
+    assert "learns little in fewer than 50: give more data, --steps or --epochs\n" in shown
     assert main(["generate", str(run_dir.path), "--prompt", "Hi", "--tokens", "2", "--checkpoint", "best"]) == 0
 
 
@@ -73,7 +79,7 @@ def test_tokens_of_a_step_go_by_the_size_of_the_data_and_warm_up_by_what_is_trai
 
     def chosen(**given: Any) -> TrainConfig:
         settings = {"model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "memory": Memory(host="64MiB")}
-        return completed(TrainConfig(**{**settings, "out": tmp_path / "run", **given}), open_mesh(), console)
+        return choices(TrainConfig(**{**settings, "out": tmp_path / "run", **given}), console)
 
     def of_step(config: TrainConfig) -> int:
         return config.batch_size * config.accumulation_steps * config.seq_len
@@ -100,7 +106,7 @@ def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restar
     for chosen in (
         "--optim.lr 2e-05: usual for all of a pretrained model with adamw",
         "--batch-size 8: activations take about",
-        "--accumulation-steps 1: about 512 tokens a step (--tokens-per-step)",
+        "--accumulation-steps 1: 512 tokens a step (--tokens-per-step)",
         "--eval-share 0.05: of",
         "--steps 3: 0.05 epochs of",
     ):
@@ -122,7 +128,7 @@ def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> N
     console = Console(file=io.StringIO(), width=300)
 
     def rate(**given: Any) -> float | None:
-        return completed(TrainConfig(**{**one, **given}), open_mesh(), console).optim.lr
+        return choices(TrainConfig(**{**one, **given}), console).optim.lr
 
     assert [rate(optimizer=name) for name in ("adamw", "lion", "sgd")] == [2e-5, 4e-6, 3e-4]
     assert "a guess: sgd may need another" in console.file.getvalue()
@@ -135,7 +141,7 @@ def test_each_stage_of_a_pipeline_has_a_micro_batch(folder: Path, tmp_path: Path
     shapes = []
     for stages in (1, 4):
         config = TrainConfig(model=str(folder / "model"), out=tmp_path / "run", pipeline_parallel=stages, **given)
-        chosen = completed(config, open_mesh(), Console(file=io.StringIO()))
+        chosen = choices(config, Console(file=io.StringIO()))
         shapes.append((chosen.batch_size, chosen.accumulation_steps))
     assert shapes == [(8, 1), (2, 4)]
 
@@ -211,7 +217,9 @@ def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path)
 
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match=r"activations of one sequence.*smaller --seq-len.*--memory.ssd"):
+    with pytest.raises(
+        BudgetError, match=r"activations of one sequence.*smaller --seq-len, or a larger --memory.activations"
+    ):
         run_of(folder, data=str(folder / "text.txt"), out=tmp_path / "run", memory=Memory(activations="4KiB"))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="not both"):
