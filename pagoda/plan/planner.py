@@ -259,7 +259,7 @@ def _units_that_fit(
             refusals.append(refusal)
         smaller = _next_limit(units, limit, itemsize)
         if options.unit_limit is not None or smaller is None:
-            raise _with_advice(_least(refusals), units, itemsize, budgets)
+            raise _with_advice(_least(refusals), draft, budgets)
         limit = smaller
 
 
@@ -293,12 +293,14 @@ def _least(refusals: list[BudgetError]) -> BudgetError:
     return min((r for r in refusals if r.tier == _CHECKED[furthest]), key=lambda r: r.needed_bytes or 0)
 
 
-def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: int, budgets: Budgets) -> BudgetError:
-    """The refusal, with advice if a single parameter is too large."""
-    largest = max((unit for unit in units if not unit.on_host), key=lambda unit: unit.numel)
-    nbytes = largest.numel * itemsize
+def _with_advice(refusal: BudgetError, layout: Layout, budgets: Budgets) -> BudgetError:
+    """The refusal, with advice if a single parameter is too large and may be cut: one that its optimizer does not take
+    whole, of a model without adapters."""
+    largest = max((unit for unit in layout.units if not unit.on_host), key=lambda unit: unit.numel)
+    nbytes = largest.numel * layout.weight.dtype.itemsize
     has = {DEVICE: budgets.device, HOST: budgets.host}.get(refusal.tier or "")
-    if len(largest.slots) > 2 or has is None or 2 * nbytes < has:
+    stays_whole = layout.weight.whole is not None or any(unit.trainable_numel < unit.numel for unit in layout.units)
+    if stays_whole or len(largest.slots) > 2 or has is None or 2 * nbytes < has:
         return refusal
     return BudgetError(
         f"{refusal} The layer {largest.name!r} alone takes {format_bytes(nbytes)}: with pagoda.Tiles(tile_limit=...), "
