@@ -29,7 +29,7 @@ def plan_table(plan: Plan, parameters: int | None = None, explained: bool = True
     tiers = [tier for tier, lines in plan.bytes.items() if lines]
     states = list(dict.fromkeys(state for tier in tiers for state in plan.bytes[tier]))
     title = Text(
-        f"Plan: {(parameters or plan.parameters) / 1e6:,.1f} M parameters in {len(plan.units)} units,"
+        f"Plan: {_millions(parameters or plan.parameters)} parameters in {len(plan.units)} units,"
         f" pages of {format_bytes(plan.page_bytes)}"
     )
     table = Table("state", *(Column(tier, justify="right") for tier in tiers))
@@ -95,7 +95,7 @@ def pipeline_table(pipeline: PipelineForecast) -> RenderableType:
     for number, stage in enumerate(said["stages"]):
         cells = (format_bytes(stage["bytes"][tier]) if tier in stage["bytes"] else "-" for tier in tiers)
         step = format_seconds(stage["step_s"]) if stage["fits"] else "does not fit"
-        table.add_row(str(number), f"{stage['params'] / 1e6:,.1f} M", *cells, step)
+        table.add_row(str(number), _millions(stage["params"]), *cells, step)
     slowest = f"stage {said['slowest']}"
     if said["step_s"] is None:
         return Group(table, Text(f"The pipeline does not fit: see {slowest}.", style="bold red"))
@@ -116,7 +116,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
     ranks = f", {forecast.machine.ranks.count} ranks" if forecast.machine.ranks.count > 1 else ""
     passes = f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else ""
     yield Text(
-        f"{described.name}, {described.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "
+        f"{described.name}, {_millions(described.params)} parameters, on {forecast.machine.hardware.name}{ranks}: "
         f"{config.batch_size} x {config.seq_len} tokens{passes}"
     )
     if forecast.choice is None:
@@ -178,6 +178,11 @@ def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
         for lane in ALL_LANES
         if lane == COMPUTE or timeline.busy_s.get(lane)
     }
+
+
+def _millions(count: int) -> str:
+    """A number of parameters."""
+    return f"{count / 1e6:,.1f} M" if count >= 1_000_000 else f"{count:,}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -79,6 +79,7 @@ def completed(config: TrainConfig, data: DataSets, mesh: Mesh, console: Console)
 def _chosen(asked: TrainConfig, ranks: int, data: DataSets) -> tuple[TrainConfig, list[str]]:
     """The configuration, and the reasons."""
     reasons: list[str] = []
+    held = 0
     lr, why = _learning_rate(asked)
     reasons += why
     asked = replace(asked, optim=replace(asked.optim, lr=lr))
@@ -95,12 +96,12 @@ def _chosen(asked: TrainConfig, ranks: int, data: DataSets) -> tuple[TrainConfig
         reasons += why
     if asked.depends_on_data:
         assert asked.data is not None, "it is chosen now"
-        asked, why = _by_data(asked, ranks, data.open(asked.data))
+        asked, held, why = _by_data(asked, ranks, data.open(asked.data))
         reasons += why
     if asked.activations is None:  # as `pagoda plan` decides, since the batch is the user's
         asked, why = _with_activations(asked, asked.batch_size, replace(_Estimate.of_run(asked), kept=1))
         reasons += why
-    asked, why = _evaluations(asked, ranks)
+    asked, why = _evaluations(asked, ranks, held)
     reasons += why
     if asked.optim.warmup_steps is None:
         warmup, why = _warmup(asked)
@@ -126,8 +127,8 @@ def _of_gpu(asked: TrainConfig, free: int) -> tuple[TrainConfig, list[str]]:
     return replace(asked, memory=replace(asked.memory, device=str(free), adapt_after=after)), why
 
 
-def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfig, list[str]]:
-    """The configuration with the settings that depend on the data, and the reasons."""
+def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfig, int, list[str]]:
+    """The configuration with the settings that depend on the data; the sequences that are held out; and the reasons."""
     reasons: list[str] = []
     if not asked.seq_len:
         seq_len, why = sequence_length(asked, tokens)
@@ -139,7 +140,8 @@ def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfi
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
         if holds_out:
             reasons.append(f"--eval-share {_EVAL_SHARE}: of {rows:,} sequences, to see whether what is learned holds")
-    left = rows - round(rows * (asked.eval_share or 0))
+    held = round(rows * (asked.eval_share or 0))
+    left = rows - held
     usual = 3.0 if tokens.about.chats else 1.0
     epochs = asked.epochs or usual
     smaller = "a smaller --batch-size" if asked.batch_size else "fewer --tokens-per-step"
@@ -158,25 +160,27 @@ def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfi
             f"step{few}"
         )
         asked = replace(asked, steps=steps, epochs=None)
-    return asked, reasons
+    return asked, held, reasons
 
 
-def _evaluations(asked: TrainConfig, ranks: int) -> tuple[TrainConfig, list[str]]:
+def _evaluations(asked: TrainConfig, ranks: int, held: int) -> tuple[TrainConfig, list[str]]:
     """The configuration with how often and on how much the run evaluates, and why: evaluations take at most a tenth of
     its time, as far as the user leaves both open. A forward takes at most half of the time of a forward with its
-    backward."""
+    backward. `held`: number of sequences to evaluate on, or 0 if it is not known."""
     if not asked.evaluates or (asked.eval_every and asked.eval_rows):
         return asked, []
     each, steps = asked.batch_size * ranks, asked.steps
     trained = steps * asked.accumulation_steps
     most = int(trained * _EVAL_TIME / _FORWARD)  # forwards of all evaluations, one of which is before the first step
-    wanted = ceil((asked.eval_rows or EVAL_ROWS) / each)
+    known = asked.eval_rows or EVAL_ROWS
+    known = min(known, held or known)
+    wanted = ceil(known / each)
     least = wanted if asked.eval_rows else min(wanted, ceil(_LEAST_EVAL_ROWS / each))
     every = asked.eval_every or ceil(steps / max(1, min(EVALUATIONS, steps, most // least - 1)))
     count = 1 + ceil(steps / every)
     passes = max(1, min(wanted, most // count))
     rows = asked.eval_rows or min(EVAL_ROWS, passes * each)
-    share = _FORWARD * count * ceil(rows / each) / trained
+    share = _FORWARD * count * ceil(min(rows, known) / each) / trained
     why = [
         *[f"--eval-every {every:,}: {count} evaluations, one of them before the first step"] * (not asked.eval_every),
         *[f"--eval-rows {rows}: evaluations take at most about {share:.0%} of the time"] * (not asked.eval_rows),

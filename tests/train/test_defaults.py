@@ -1,11 +1,14 @@
 """A model and data are enough: what is chosen is sensible, said, and the same when it is given."""
 
 import io
+import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,9 +20,11 @@ from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.mesh.mesh import open_mesh
+from pagoda.models.build import positions_of
 from pagoda.models.lora import LoraConfig
 from pagoda.train import OptimConfig, TrainConfig, defaults, run
 from pagoda.train.defaults import completed
+from pagoda.train.inputs import rows_of
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.settings_file import read_settings
@@ -134,6 +139,105 @@ def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> N
     assert "a guess: sgd may need another" in console.file.getvalue()
     assert rate(model=str(folder / "random"), tokenizer="bytes") == 3e-4
     assert rate(lora=LoraConfig(rank=2)) == 2e-4
+
+
+SAID = re.compile(r"Chosen: (--[\w.-]+) (\S+): (.*)")
+
+
+@pytest.mark.parametrize("given", [
+    {"data": "chats.jsonl"},
+    {"data": "chats.jsonl", "seq_len": 32, "epochs": 0.5, "eval_share": 0.0},
+    {"data": "chats.jsonl", "seq_len": 64, "tokens_per_step": 4096, "eval_every": 2},
+    {"data": "two.jsonl", "eval_data": "chats.jsonl", "eval_rows": 8},
+    {"data": "text.txt", "steps": 10_000, "eval_share": 0.5},
+    {"data": "text.txt", "steps": 300, "batch_size": 2, "accumulation_steps": 4},
+    {"data": "short.txt", "model": "random", "eval_share": 0.0},
+    {"data": "text.txt", "model": "random", "lora": LoraConfig(rank=2), "tokenizer": "bytes"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_every_reason_of_a_choice_is_true_of_it(
+    given: dict[str, Any], ranks: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults, "ranks_with_batches", lambda *_: ranks)
+    (folder / "short.txt").write_text("the data are few" * 100)
+    shown = io.StringIO()
+    files = {name: str(folder / given[name]) for name in ("data", "eval_data", "model") if name in given}
+    asked = TrainConfig(**{"model": str(folder / "model"), "memory": Memory(host="64MiB"), **given, **files})
+    chosen = choices(asked, Console(file=shown, width=300))
+    said = {flag: (value, why) for flag, value, why in SAID.findall(shown.getvalue())}
+    assert {"--optim.lr"} <= said.keys()
+    a_step = chosen.batch_size * chosen.accumulation_steps * ranks
+    tokens = DataSets(asked, Console(quiet=True)).open(chosen.data)
+    rows = len(rows_of(chosen, tokens))
+    left = rows - round(rows * chosen.eval_share)
+    usual = min(asked.epochs or 9, 3.0 if tokens.about.chats else 1.0)
+    for flag, (value, why) in said.items():
+        numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*(?=[ %]|$)", why)]
+        match flag:
+            case "--steps":
+                epochs, sequences, each, *_ = numbers
+                assert (sequences, each, int(value.replace(",", ""))) == (left, a_step, chosen.steps)
+                assert (chosen.steps - 1) * each < epochs * sequences <= chosen.steps * each
+                assert ("learns little" in why) == (chosen.steps < 50)
+            case "--optim.warmup-steps":
+                assert numbers[0] == pytest.approx(100 * chosen.optim.warmup_steps / chosen.steps, abs=0.05)
+                assert ("the most by default" in why) == (chosen.optim.warmup_steps == 100)
+            case "--accumulation-steps" if "tokens a step" in why:
+                assert numbers[0] == a_step * chosen.seq_len
+                assert numbers[1:] == [math.ceil(usual * left / a_step)] * ("usual epochs" in why)
+            case "--seq-len":
+                if "conversations" in why:
+                    assert numbers[0] == int(100 * (np.diff(tokens.ends, prepend=0) <= chosen.seq_len).mean())
+                elif "the data" in why:
+                    assert numbers == [len(tokens)]
+                    assert len(tokens) < 8 * 2 * chosen.seq_len < 8 * 2048
+                else:
+                    assert chosen.seq_len == (positions_of(chosen.model) if "positions" in why else 1024)
+            case "--eval-every":
+                assert numbers[0] == 1 + math.ceil(chosen.steps / chosen.eval_every)
+            case "--eval-rows":
+                forwards = (1 + math.ceil(chosen.steps / chosen.eval_every)) * math.ceil(
+                    min(chosen.eval_rows, rows - left or chosen.eval_rows) / chosen.batch_size / ranks
+                )
+                passes = chosen.steps * chosen.accumulation_steps
+                assert numbers[0] == pytest.approx(50 * forwards / passes, abs=0.51)
+
+
+def test_a_step_is_so_small_that_the_epochs_give_the_steps_that_are_promised(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks in (1, 2, 3):
+        monkeypatch.setattr(defaults, "ranks_with_batches", lambda *_, ranks=ranks: ranks)
+        asked = TrainConfig(model=str(folder / "model"), data=str(folder / "chats.jsonl"), seq_len=32, eval_share=0.0)
+        chosen = choices(asked, Console(quiet=True))
+        assert chosen.steps >= 100 or chosen.batch_size * chosen.accumulation_steps == 1, "a sequence for each rank"
+
+
+def test_advice_against_few_steps_gives_more_of_them(folder: Path) -> None:
+    shown = io.StringIO()
+    asked = TrainConfig(model=str(folder / "model"), data=str(folder / "chats.jsonl"), seq_len=32, tokens_per_step=4096)
+    few = choices(asked, Console(file=shown, width=300)).steps
+    assert few < 50
+    assert "give more data, --steps or --epochs, or fewer --tokens-per-step" in shown.getvalue()
+    for advice in ({"epochs": 9.0}, {"tokens_per_step": 512}):
+        assert choices(replace(asked, **advice), Console(quiet=True)).steps > few
+    shown = io.StringIO()
+    choices(replace(asked, steps=8), Console(file=shown))
+    assert "learns little" not in shown.getvalue(), "the user wants these"
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(5, 20), (50, 20), (400, 20), (400, 2000), (10_000, 300)])
+def test_evaluations_take_at_most_a_tenth_of_the_time_of_a_run_that_is_not_tiny(steps: int, rows: int) -> None:
+    """A forward and its backward take at least as long as two forwards."""
+    for batch, passes in ((1, 1), (4, 2), (16, 1)):
+        asked = TrainConfig(model="gpt2", steps=steps, batch_size=batch, accumulation_steps=passes, eval_share=0.5)
+        chosen, _ = defaults._evaluations(asked, 1, rows)
+        evaluations = 1 + math.ceil(steps / chosen.eval_every)
+        forwards = evaluations * math.ceil(min(chosen.eval_rows, rows) / batch)
+        assert forwards <= max(2, 0.2 * steps * passes)
+        assert 2 <= evaluations <= 11
+        given = replace(asked, eval_every=3, eval_rows=7)
+        assert defaults._evaluations(given, 1, rows) == (given, [])
 
 
 def test_each_stage_of_a_pipeline_has_a_micro_batch(folder: Path, tmp_path: Path) -> None:
