@@ -417,7 +417,7 @@ def plan_of(model: nn.Module) -> Plan:
     if not isinstance(tiled, TiledBlocks):
         return plan
     whole = (f"Layer {name!r} runs its batch whole: {reason}." for name, reason in tiled.whole.items())
-    return replace(plan, reasons=(*plan.reasons, *whole))
+    return replace(plan, notes=(*plan.notes, *whole))
 
 
 _ENGINE, _TILED = "_pagoda_engine", "_pagoda_tiled"

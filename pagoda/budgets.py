@@ -47,12 +47,6 @@ def ssd_budget(memory: Memory, ranks: int = 1) -> int | None:
     return sum(_free_disk(path) // ranks if size is None else size for path, size in sizes) if sizes else None
 
 
-def check_directories(memory: Memory) -> None:
-    """Raises StorageError for an SSD directory that cannot be used."""
-    for path in memory.ssd_directories:
-        _free_disk(path)
-
-
 def compute_device(memory: Memory) -> torch.device:
     """Where compute runs: the CPU, or the current GPU. Raises ConfigError if there is none."""
     if memory.device is None or memory.arena_for_device:

@@ -198,7 +198,7 @@ class Engine:
         elif plan is not None and self._can_move():
             self._second = None
             if self._move(plan):
-                self.stats = replace(self.stats, moved=plan.reasons[-1])
+                self.stats = replace(self.stats, moved=plan.notes[-1])
             self.restart_clock()
 
     def _can_move(self) -> bool:

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Collection
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -57,6 +58,16 @@ def needed(module: str, refusal: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise ConfigError(refusal) from error
+
+
+def check_installed(module: str, refusal: str) -> None:
+    """Raises ConfigError with the message `refusal` if a package is not installed. Does not import it."""
+    try:
+        found = find_spec(module)
+    except ImportError:
+        found = None
+    if found is None:
+        raise ConfigError(refusal)
 
 
 def unknown_name(name: str, known: Collection[str], refusal: str, offer: str) -> ConfigError:

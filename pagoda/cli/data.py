@@ -11,17 +11,16 @@ from pagoda.train.progress import say
 def run(config: DataConfig, console: Console) -> int:
     """Print what is read, ignored, left out and cut, and an example. Returns the exit code."""
     from pagoda.mesh.mesh import open_mesh
-    from pagoda.models.build import model_directory
     from pagoda.train.defaults import sequence_length
     from pagoda.train.inputs import example, opened_tokens, rows_of, sequences
-    from pagoda.train.tokenizer import open_tokenizer
+    from pagoda.train.tokens import DataSets
 
-    tokenizer = open_tokenizer(model_directory(config.model), config.tokenizer)
-    tokens = opened_tokens(config, config.data, tokenizer, open_mesh(), console)
+    data = DataSets(config, console)
+    tokens = opened_tokens(config, config.data, data, open_mesh(), console)
     if not config.seq_len:
         seq_len, reasons = sequence_length(config, tokens)
         config = replace(config, seq_len=seq_len)
         say(console, *(f"Chosen: {reason}" for reason in reasons))
     rows = rows_of(config, tokens)
-    say(console, *sequences(rows), *example(rows, tokenizer))
+    say(console, *sequences(rows), *example(rows, data.tokenizer))
     return 0

@@ -1,5 +1,6 @@
 """`pagoda train`: the built-in training loop."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from rich.console import Console
 from pagoda.config.decode import is_text
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
+from pagoda.train.early import refuse_early
 from pagoda.train.run_dir import LAST, RunDir
 from pagoda.train.settings_file import read_settings
 
@@ -17,6 +19,8 @@ _SIGNAL_BASE = 128
 
 def run(config: TrainConfig, console: Console) -> int:
     """Train. Returns the exit code."""
+    if "RANK" not in os.environ:  # else torch is imported, and all ranks refuse together
+        refuse_early(config)
     from pagoda.budgets import compute_device
     from pagoda.process import keep_freed_memory
     from pagoda.train.loop import run as train

@@ -44,12 +44,6 @@ class Split:
             share = getattr(self, name)
             require(share is None or 0 <= share <= 1, f"split.{name}", share, "from 0 to 1")
 
-    def __str__(self) -> str:
-        home = "what leases leave" if self.device_home_share is None else f"{self.device_home_share:.0%}"
-        return (
-            f"{self.device_update_share:.0%} of updates run on the device, and {home} of it is home to states (as set)."
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Settings):

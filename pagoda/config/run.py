@@ -14,6 +14,15 @@ PlanMode = Literal["usual", "search"]
 """Whether a run takes the planner's first choice, or simulates several plans and takes the fastest."""
 
 
+PACKAGES = {"4bit": "bitsandbytes", "8bit": "torchao"}
+"""Format -> the package that has its layers."""
+
+
+def needs_package(bits: str) -> str:
+    """The refusal where the package of a format is not installed."""
+    return f"--quantize {bits} needs {PACKAGES[bits]}: pip install 'pagoda-train[quantized]'"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StatesConfig(Settings):
     """Settings of an optimizer that may affect which states it keeps."""

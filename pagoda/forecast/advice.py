@@ -11,11 +11,12 @@ from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.machine import budgets_for
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Candidate
-from pagoda.memory.sizes import format_at_least, format_bytes
+from pagoda.memory.sizes import format_at_least, format_bytes, format_rate
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import SSD
 from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
+from pagoda.simulate.timeline import COMPUTE
 
 _Part = TypeVar("_Part", Hardware, Cpu, Link, Drive, SmallTransfers)
 _MOST_LINES = 3
@@ -60,12 +61,17 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
             seconds, _ = _simulated(change.problem, (of_layers,))
             gain = change.tokens * best.step_s / seconds - 1
         if gain > _WORTH:
-            gains.append((gain, f"{change.name}: {gain:+.0%}, {forecast.tokens_per_s * (1 + gain):,.0f} tokens/s."))
+            rate = format_rate(forecast.tokens_per_s * (1 + gain))
+            gains.append((gain, f"{change.name}: {gain:+.0%}, {rate} tokens/s."))
     lines = [line for _, line in sorted(gains, reverse=True)]
-    nothing = (
-        f"Compute binds: neither more memory, nor faster copies or drives, nor more tokens per step give {_WORTH:.0%}."
-    )
-    return tuple(lines or [nothing])[:_MOST_LINES]
+    return tuple(lines or [_nothing(forecast, problem)])[:_MOST_LINES]
+
+
+def _nothing(forecast: Forecast, problem: Problem) -> str:
+    """What was tried in vain."""
+    tried = ", ".join(each.name.partition(" (")[0].lower() for each in _changes(forecast, problem))
+    binds = "Compute binds: none" if forecast.timeline.binding_lane == COMPUTE else "None"
+    return f"{binds} of these gives {_WORTH:.0%} more tokens/s: {tried.replace('ssd', 'SSD').replace('ram', 'RAM')}."
 
 
 def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float, Options | None]:
@@ -130,8 +136,8 @@ def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
     yield _Change(f"Twice the passes per step (--accumulation-steps {passes})", twice, tokens=2.0)
     if (eight := _with_8bit_moments(forecast, problem)) is not None:
         yield _Change(f"{_EIGHT_BIT}, which change the algorithm", eight)
-    if options.clipping:
-        without = _without_clipping(problem)
+    without = _without_clipping(problem)
+    if options.clipping and without.options.update_during_backward and not _has_experts_of_others(problem):
         yield _Change("No clipping (--clip-grad-norm None), so that updates run during backward", without)
 
 
@@ -152,14 +158,17 @@ def _twice_the_batch(forecast: Forecast, problem: Problem) -> Problem | None:
 def _what_would_fit(forecast: Forecast, problem: Problem) -> Iterator[str]:
     """For each tier, the budget with which a plan fits, and what that plan takes."""
     budgets = problem.budgets
-    flag = "--memory.ssd DIR:SIZE" if forecast.machine.here else "--memory.ssd SIZE"
+    machine = forecast.machine
+    flag = "--memory.ssd DIR:SIZE" if machine.here else "--memory.ssd SIZE"
+    if machine.here and machine.hardware.ssd is None:
+        flag += ", after pagoda calibrate --ssd DIR"
     for tier, text in (
         ("host", "RAM for pages of {} (--memory.host)"),
         (SSD, f"an SSD with room for {{}} ({flag})"),
         ("device", "memory on the device of {} for pages (--memory.device)"),
     ):
         before = getattr(budgets, tier)
-        if before is None and tier != SSD:
+        if before is None and (tier != SSD or not (machine.here or machine.hardware.ssd)):
             continue
         plan = _planned(replace(problem, budgets=replace(budgets, **{tier: _ROOM})))
         if plan is not None:
@@ -187,6 +196,11 @@ def _with_8bit_moments(forecast: Forecast, problem: Problem) -> Problem | None:
 
 def _without_clipping(problem: Problem) -> Problem:
     return replace(problem, options=replace(problem.options, clipping=False))
+
+
+def _has_experts_of_others(problem: Problem) -> bool:
+    """Whether updates wait for the end of backward, because only it shows which experts other ranks use."""
+    return problem.ranks.shares_experts and any(problem.root.experts())
 
 
 def _planned(problem: Problem) -> Plan | None:

@@ -14,6 +14,7 @@ from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import ALONE, Ranks
+from pagoda.plan.reasons import shared
 from pagoda.plan.second_placement import left_for_pages
 from pagoda.plan.tiers import DEVICE, HOST
 from pagoda.simulate.hardware import Figure, Hardware, hardware_file, read_hardware
@@ -145,10 +146,7 @@ def budgets_for(machine: Machine, memory: Memory, activations: ActivationEstimat
     """
     notes = []
     if (ranks := machine.ranks).count > 1:
-        notes.append(
-            f"ranks: {ranks.data_parallel} share out the state as in ZeRO stage {ranks.stage}; bytes and budgets are "
-            "one rank's."
-        )
+        notes.append(f"ranks: {'; '.join(shared(ranks))}; bytes and budgets are one rank's.")
     device = _device_budget(machine, memory, activations, notes)
     beside = activations.total + (device or 0) if machine.hardware.device is None else 0
     host = _host_budget(machine, memory, beside, notes)
@@ -223,8 +221,7 @@ def _ssd_budget(machine: Machine, memory: Memory, notes: list[str]) -> int | Non
 def _no_room(tier: str, there: int, needed: int) -> BudgetError:
     return BudgetError(
         f"The activations do not fit: {tier} has {format_bytes(there)}, and they need {format_at_least(needed)} in "
-        "addition to the pages. Lower --batch-size, and raise --accumulation-steps instead. For long sequences, use "
-        "--activations recompute+offload and --sequence-tiles auto, or lower --seq-len.",
+        "addition to the pages.",
         tier=tier,
         needed_bytes=needed,
     )

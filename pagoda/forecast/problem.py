@@ -1,12 +1,12 @@
 """The inputs of planning: a model, its optimizer's states, budgets, options, and a machine to simulate plans on."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Self
 
-from pagoda.errors import ConfigError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import activations_of, estimate_sizes
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
@@ -181,7 +181,11 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
 
     Raises BudgetError if activations alone do not fit, and ConfigError for a setting that cannot be used.
     """
-    budgets, notes = budgets_for(machine, config.memory, activations_of(config, described))
+    try:
+        budgets, notes = budgets_for(machine, config.memory, activations_of(config, described))
+    except BudgetError as refusal:
+        advice = " or ".join(_ways_to_smaller_activations(config, machine))
+        raise BudgetError(f"{refusal} Use {advice}.", refusal.tier, refusal.needed_bytes) from refusal
     options = Options.of(config, replace(config.memory, ssd_checkpoints=config.kept_on_ssd(config.nodes)))
     one_policy = options.may_offload and config.activations != "auto"
     if one_policy and budgets.device is None and budgets.ssd is None:
@@ -207,6 +211,19 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
         config.rule.work,
     )
     return problem, notes
+
+
+def _ways_to_smaller_activations(config: PlanConfig, machine: Machine) -> Iterator[str]:
+    """Settings that lower the bytes of activations and that the configuration has room for."""
+    yield "a shorter --seq-len"
+    if config.batch_size > 1:
+        yield "a smaller --batch-size, with more --accumulation-steps"
+    drive = config.memory.ssd if machine.here else machine.hardware.ssd
+    offloads = config.activations in (None, "recompute+offload", "auto")  # the default tries it
+    if not offloads and (machine.hardware.device is not None or drive is not None):
+        yield "--activations recompute+offload"
+    if config.sequence_tiles is None:
+        yield "--sequence-tiles auto"
 
 
 def pass_bound_s(

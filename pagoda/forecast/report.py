@@ -15,20 +15,21 @@ from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.pipeline import PipelineForecast
 from pagoda.forecast.record import plan_record, timeline_record
 from pagoda.forecast.wear import wear
-from pagoda.memory.sizes import format_bytes
+from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.placement import MEANING
 from pagoda.plan.planner import Plan
 from pagoda.schedule.served import summary
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 
 
-def plan_table(plan: Plan, parameters: int | None = None) -> RenderableType:
-    """A table with a row per state and a column per tier, with sums and budgets; then what lines mean, and the
-    automatic choices. `parameters`: how many the model has, if the plan counts fewer elements for quantized ones."""
+def plan_table(plan: Plan, parameters: int | None = None, explained: bool = True) -> RenderableType:
+    """A table with a row per state and a column per tier, with sums and budgets; then, if it is to be `explained`, what
+    lines mean, and the reasons. `parameters`: how many the model has, if the plan counts fewer elements for quantized
+    ones."""
     tiers = [tier for tier, lines in plan.bytes.items() if lines]
     states = list(dict.fromkeys(state for tier in tiers for state in plan.bytes[tier]))
     title = Text(
-        f"Plan: {(parameters or plan.parameters) / 1e6:,.1f} M parameters in {len(plan.units)} units,"
+        f"Plan: {_millions(parameters or plan.parameters)} parameters in {len(plan.units)} units,"
         f" pages of {format_bytes(plan.page_bytes)}"
     )
     table = Table("state", *(Column(tier, justify="right") for tier in tiers))
@@ -39,9 +40,11 @@ def plan_table(plan: Plan, parameters: int | None = None) -> RenderableType:
     table.add_row("in all", *(format_bytes(sum(plan.bytes[tier].values())) for tier in tiers), style="bold")
     budgets = (getattr(plan.budgets, tier) for tier in tiers)
     table.add_row("budget", *("-" if budget is None else format_bytes(budget) for budget in budgets))
+    if not explained:
+        return Group(title, table)
     lines = [f"{line} = {MEANING[line]}" for line in states if line in MEANING]
-    explained = [Text(f"Here, {'; '.join(lines)}.")] if lines else []
-    return Group(title, table, *explained, *(Text(f"- {reason}") for reason in plan.reasons))
+    meaning = [Text(f"Here, {'; '.join(lines)}.")] if lines else []
+    return Group(title, table, *meaning, *(Text(f"- {reason}") for reason in plan.reasons))
 
 
 def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def pipeline_table(pipeline: PipelineForecast) -> RenderableType:
     for number, stage in enumerate(said["stages"]):
         cells = (format_bytes(stage["bytes"][tier]) if tier in stage["bytes"] else "-" for tier in tiers)
         step = format_seconds(stage["step_s"]) if stage["fits"] else "does not fit"
-        table.add_row(str(number), f"{stage['params'] / 1e6:,.1f} M", *cells, step)
+        table.add_row(str(number), _millions(stage["params"]), *cells, step)
     slowest = f"stage {said['slowest']}"
     if said["step_s"] is None:
         return Group(table, Text(f"The pipeline does not fit: see {slowest}.", style="bold red"))
@@ -113,7 +116,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
     ranks = f", {forecast.machine.ranks.count} ranks" if forecast.machine.ranks.count > 1 else ""
     passes = f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else ""
     yield Text(
-        f"{described.name}, {described.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "
+        f"{described.name}, {_millions(described.params)} parameters, on {forecast.machine.hardware.name}{ranks}: "
         f"{config.batch_size} x {config.seq_len} tokens{passes}"
     )
     if forecast.choice is None:
@@ -140,7 +143,7 @@ def _figures(forecast: Forecast) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     takes = timedelta(seconds=round(steps * forecast.timeline.step_s))
     table.add_row("step", f"{format_seconds(forecast.timeline.step_s)}; {steps:,} steps take {takes}")
-    table.add_row("tokens/s", f"{forecast.tokens_per_s:,.1f}")
+    table.add_row("tokens/s", f"{format_rate(forecast.tokens_per_s)}")
     table.add_row(
         "TFLOP/s per " + ("GPU" if forecast.machine.hardware.device else "process"),
         f"{forecast.flop_per_s / 1e12:.3g}, {forecast.share_of_peak:.1%} of peak "
@@ -175,6 +178,11 @@ def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
         for lane in ALL_LANES
         if lane == COMPUTE or timeline.busy_s.get(lane)
     }
+
+
+def _millions(count: int) -> str:
+    """A number of parameters."""
+    return f"{count / 1e6:,.1f} M" if count >= 1_000_000 else f"{count:,}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Parsing and formatting of byte counts."""
+"""Parsing and formatting of byte counts, and formatting of rates."""
 
 import os
 import re
@@ -63,6 +63,12 @@ def format_at_least(n: int) -> str:
     power = min((n.bit_length() - 1) // 10, len(_PREFIXES))
     whole, hundredths = divmod(-(-n * 100 // 1024**power), 100)
     return f"{whole}.{hundredths:02d} {_PREFIXES[power - 1]}iB"
+
+
+def format_rate(rate: float) -> str:
+    """A number per second with three digits or more: "0.82", "12.3", "1,234"."""
+    places = 0 if rate >= 99.95 else 1 if rate >= 9.995 else 2
+    return f"{rate:,.{places}f}"
 
 
 def directory_and_size(text: str) -> tuple[str, str]:

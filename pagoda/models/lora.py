@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 """As a target: every linear layer except the output layer."""
 _NAMES, MERGED = "adapter_names", "merged"
-_NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
+NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class LoraConfig:
 
 def peft() -> Any:
     """The package. Raises ConfigError if it is not installed."""
-    return needed("peft", _NO_PEFT)
+    return needed("peft", NO_PEFT)
 
 
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":

@@ -221,7 +221,8 @@ class _Placer:
             needed = taken_if_streamed + least + used
             if not leased_anyway:
                 needed = min(needed, taken + weights, everything)
-            setting = "memory.host, or lower memory.unit_limit" + ", or raise memory.embedding_limit" * (used > 0)
+            raised = ", or raise memory.embedding_limit" * (used > 0 and self.options.embedding_limit is not None)
+            setting = f"memory.host{self._or_smaller_units}{raised}"
             self._refuse(HOST, needed, self.host, setting)
         leases = min(leases, left - used)
         kept = first_that_fit(self.weight, left - leases)
@@ -383,9 +384,8 @@ class _Placer:
         leases = min(self.device - beside, total)
         least = min(layout.lease_pages(ahead=1), total)
         if leases < least:
-            setting = "memory.device, or lower memory.unit_limit" + " or split.device_update_share" * (
-                self.update_ring > 0
-            )
+            setting = f"memory.device{self._or_smaller_units}"
+            setting += ", or lower split.device_update_share" * (self.update_ring > 0)
             self._refuse(DEVICE, least + beside, leases + beside, setting)
         lines[LEASES] = leases
         return {line: pages for line, pages in lines.items() if pages}
@@ -448,6 +448,12 @@ class _Placer:
         if self.options.max_staleness is not None and GRAD in lines:
             lines[GRAD_QUEUE] = self.options.max_staleness * lines[GRAD]
         return lines
+
+    @property
+    def _or_smaller_units(self) -> str:
+        """What else may help, as the rest of a sentence. Without a limit of the user's, the planner tries smaller ones
+        by itself."""
+        return ", or lower memory.unit_limit" * (self.options.unit_limit is not None)
 
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes

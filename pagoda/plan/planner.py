@@ -1,6 +1,6 @@
 """The planner: makes an immutable plan from a module tree, an optimizer's states and budgets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -22,11 +22,8 @@ from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
 from pagoda.plan.tiers import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, RANKS, SSD
 from pagoda.plan.trace import Trace, assumed_trace
-from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within
+from pagoda.plan.units import ModuleSpec, UnitSpec, discover, first_limit, forward_uses, is_within
 
-_MAX_UNIT_BYTES = 512 << 20
-_MIN_UNIT_BYTES = 64 << 10
-_UNITS_WANTED = 8
 _MIN_PAGE_BYTES = 4096
 _BUFFERS = (
     *((BLOCK_ELEMENTS // part, 2) for part in (1, 2, 4)),
@@ -48,13 +45,19 @@ class Plan:
     placement: Placement
     options: Options
     trace: Trace
-    reasons: tuple[str, ...]
     activations: ActivationPlan = NO_BLOCKS
     """The policies for activations, once their sizes are known from a step or an estimate."""
     exchanges: tuple[Exchange, ...] = ()
     """What compute sends to other ranks."""
     unit_limit: int = 0
     """The limit in bytes with which units were made."""
+    notes: tuple[str, ...] = ()
+    """What a run says of it later."""
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Sentences that explain the choices."""
+        return (*reasons_for(self), *self.notes)
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -116,6 +119,13 @@ class Plan:
         trainable = ((unit, slot.param) for unit in leaving for slot in unit.slots if slot.param.trainable)
         largest = max((param.numel * self.layout.offloaded_itemsize(unit) for unit, param in trainable), default=0)
         return max(GRADIENTS_IN_FLIGHT_BYTES, largest)
+
+    def units_holding(self, tier: str, states: Collection[str]) -> frozenset[int]:
+        """Units of which the tier holds pages of some of the states."""
+        there = self.placement.units_with
+        return frozenset(
+            unit for state in states for unit in there(tier, [state]) if self.layout.pages(self.units[unit], state)
+        )
 
     @property
     def transfer_bytes(self) -> int:
@@ -179,8 +189,7 @@ class Plan:
     def placed_in(self, budgets: Budgets) -> "Plan":
         """The same units in other budgets. Raises BudgetError if they do not fit."""
         layout, placement = _fit(self.layout.with_block_limit(BLOCK_ELEMENTS), budgets, self.options)
-        reasons = reasons_for(layout, placement, budgets, self.options, self.unit_limit)
-        return replace(self, layout=layout, budgets=budgets, placement=placement, reasons=reasons)
+        return replace(self, layout=layout, budgets=budgets, placement=placement)
 
 
 def make_plan(
@@ -224,12 +233,11 @@ def make_plan(
             raise refusal from None
     if rank is not None and layout.slices.differ:
         layout, placement = _fit(replace(layout, rank=rank), budgets, options)
-    reasons = reasons_for(layout, placement, budgets, options, limit)
     uses = forward_uses(root, layout.units)
     trace = assumed_trace([use.unit for use in uses], passes)
     activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
     exchanges = tuple(exchange for exchange in exchanges if exchange.kind != ROWS or exchange.module in on_host)
-    return Plan(layout, budgets, placement, options, trace, reasons, activations, exchanges, limit)
+    return Plan(layout, budgets, placement, options, trace, activations, exchanges, limit)
 
 
 def _units_that_fit(
@@ -237,8 +245,7 @@ def _units_that_fit(
 ) -> tuple[int, Layout, Placement]:
     """A placement with the largest units that fit, and the limit in bytes with which they were made."""
     itemsize = states[0].dtype.itemsize
-    total = root.nbytes(itemsize)
-    limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
+    limit = options.unit_limit or first_limit(root.nbytes(itemsize))
     expert_modules = frozenset(root.experts())
     refusals: list[BudgetError] = []
     while True:
@@ -287,11 +294,13 @@ def _least(refusals: list[BudgetError]) -> BudgetError:
 
 
 def _with_advice(refusal: BudgetError, layout: Layout, budgets: Budgets) -> BudgetError:
-    """The refusal, with advice if a single parameter is too large."""
+    """The refusal, with advice if a single parameter is too large and may be cut: one that its optimizer does not take
+    whole, of a model without adapters."""
     largest = max((unit for unit in layout.units if not unit.on_host), key=layout.weight_bytes)
     nbytes = layout.weight_bytes(largest)
     has = {DEVICE: budgets.device, HOST: budgets.host}.get(refusal.tier or "")
-    if len(largest.slots) > 2 or has is None or 2 * nbytes < has:
+    stays_whole = layout.weight.whole is not None or any(unit.trainable_numel < unit.numel for unit in layout.units)
+    if stays_whole or len(largest.slots) > 2 or has is None or 2 * nbytes < has:
         return refusal
     return BudgetError(
         f"{refusal} The layer {largest.name!r} alone takes {format_bytes(nbytes)}: with pagoda.Tiles(tile_limit=...), "

@@ -18,7 +18,6 @@ from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan
-from pagoda.plan.reasons import reasons_for
 from pagoda.plan.tiers import DEVICE, HOST
 
 _MARGIN = 0.2
@@ -61,9 +60,7 @@ class SecondPlacement:
         if options.split is None:
             with suppress(BudgetError):
                 plan = make(replace(options, split=Split()))
-                chosen = replace(plan.options, split=None)
-                reasons = reasons_for(plan.layout, plan.placement, plan.budgets, chosen, plan.unit_limit)
-                return replace(plan, options=chosen, reasons=reasons)
+                return replace(plan, options=replace(plan.options, split=None))
         return make(options)
 
     def budgets(self, first: Budgets, needs: Needs) -> Budgets:
@@ -92,7 +89,7 @@ class SecondPlacement:
         if options.activation_bytes is not None and not options.activations_limited:
             room = self.room_for_activations(options.activation_bytes, plan)
             plan = replace(plan, options=replace(options, activation_bytes=room))
-        return replace(plan, reasons=(*plan.reasons, self._reason(first, plan, needs))) if _worth(first, plan) else None
+        return replace(plan, notes=(self._reason(first, plan, needs),)) if _worth(first, plan) else None
 
     def _reason(self, first: Plan, plan: Plan, needs: Needs) -> str:
         """A line that says what was measured, and what moves."""

@@ -11,6 +11,8 @@ from pagoda.errors import BudgetError
 ALIGN_ELEMENTS = 256
 """Every parameter starts at a multiple of this many elements in its extent. BLAS results may depend on alignment, CUDA
 needs 256 bytes, and blocks of 8-bit moments (`optim.codecs`) must not depend on the layout."""
+_MOST_UNIT_BYTES, _LEAST_UNIT_BYTES = 512 << 20, 64 << 10
+_UNITS_WANTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,12 @@ class UnitSpec:
     def is_mostly_frozen(self) -> bool:
         """Whether some of its parameters are trained, and most are not."""
         return 0 < 2 * self.trainable_numel < self.numel
+
+
+def first_limit(nbytes: int) -> int:
+    """Bytes of the largest units that are tried first, for a model whose weights take `nbytes`: an eighth of them,
+    within limits."""
+    return max(_LEAST_UNIT_BYTES, min(_MOST_UNIT_BYTES, nbytes // _UNITS_WANTED))
 
 
 def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpec, ...]:

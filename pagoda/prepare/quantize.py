@@ -12,6 +12,7 @@ from torch import nn
 
 from pagoda.checkpoint.dequantize import ABSMAX, params_in_4_bits
 from pagoda.checkpoint.waiting import source_of
+from pagoda.config.run import PACKAGES, needs_package
 from pagoda.errors import ConfigError, needed
 from pagoda.models.lora import ALL_LINEAR
 from pagoda.parameters.quantized import ALIGN_BYTES
@@ -25,13 +26,11 @@ from pagoda.prepare.experts import (
 
 _BIAS_DIM = 2
 """Dimensions of the biases of a stack of experts, one row for each expert."""
-PACKAGES = {"4bit": "bitsandbytes", "8bit": "torchao"}
-"""Format -> the package that has its layers."""
 
 
 def package_of(bits: str) -> Any:
     """The package that has the layers of a format. Raises ConfigError if it is not installed."""
-    return needed(PACKAGES[bits], f"--quantize {bits} needs {PACKAGES[bits]}: pip install 'pagoda-train[quantized]'")
+    return needed(PACKAGES[bits], needs_package(bits))
 
 
 def quantize_layers(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:

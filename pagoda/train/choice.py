@@ -1,7 +1,7 @@
 """The plan of a run: the planner's first choice, or the fastest that a search by simulation finds."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,34 +47,60 @@ def precision_hint(config: TrainConfig) -> str | None:
     )
 
 
-def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Search for the fastest plan. Prints the choices and their reasons.
+@dataclass(frozen=True)
+class ChosenPlan:
+    """What a search has chosen, if there was one."""
 
-    Returns the configuration with these choices, and a record of the step that the search predicts. Without a search,
-    returns the configuration unchanged, and None. On several ranks, only the first one searches, and all take its
-    choices.
+    config: TrainConfig
+    """With these choices."""
+    predicted: dict[str, Any] | None = None
+    """A record of the step that the search predicts. None without a search."""
+    not_predicted: str = ""
+    """Why there was no search."""
+    reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert bool(self.predicted) != bool(self.not_predicted)
+
+
+def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> ChosenPlan:
+    """Search for the fastest plan. Prints whether it does. On several ranks, only the first one searches, and all take
+    its choices.
 
     Raises BudgetError if the search finds that nothing fits. Raises ConfigError for a setting that cannot be used, and
     if a search was asked for on a machine that has not been measured.
     """
-    if config.plan == "search" and not hardware_file().exists():
-        raise ConfigError("--plan search needs a machine that was measured: run `pagoda calibrate --ssd DIR` first")
-    searchable = mesh.everyone.size == 1 and config.lora.rank is None and hardware_file().exists()
-    mode = config.plan or ("search" if searchable else "usual")
-    if mode == "usual":
-        return config, None
+    if (why := _why_no_search(config, mesh)) is not None:
+        return ChosenPlan(config, not_predicted=why)
     started = time.perf_counter()
     try:
-        changes, reasons, predicted = from_first(mesh, "the choice of a plan", lambda: _searched(config, mesh))
+        changes, resolved, reasons, predicted = from_first(
+            mesh, "the choice of a plan", lambda: _searched(config, mesh)
+        )
     except ConfigError as error:
         if config.plan == "search":
             raise
         say(console, f"Plan: the usual one; no search, as {error}")
-        return config, None
+        return ChosenPlan(config, not_predicted=str(error))
     took = time.perf_counter() - started
-    say(console, f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
+    say(console, f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none)", *resolved)
     memory = replace(config.memory, **changes.pop("memory"))
-    return replace(config, memory=memory, **changes), predicted
+    return ChosenPlan(replace(config, memory=memory, **changes), predicted, reasons=(*resolved, *reasons))
+
+
+def _why_no_search(config: TrainConfig, mesh: Mesh) -> str | None:
+    """Why a run takes the planner's first choice, or None if a search chooses."""
+    if config.plan == "search":
+        return None
+    if config.plan == "usual":
+        return "--plan usual takes the planner's first choice"
+    if config.lora.rank is not None:
+        return "a search is for the training of all weights, and --lora.rank trains adapters"
+    if mesh.everyone.size > 1:
+        return f"{mesh.everyone.size} ranks take the planner's first choice, unless --plan search is given"
+    if not hardware_file().exists():
+        return "this machine was not measured: `pagoda calibrate --ssd DIR` does, and takes a minute"
+    return None
 
 
 def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
@@ -83,8 +109,11 @@ def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
     return PlanConfig(**config.shared(Run), nodes=everyone.nodes, gpus_per_node=everyone.local_size)
 
 
-def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]:
-    """Changed settings, with those of `Memory` under "memory"; the reasons; and a record of the predicted step."""
+def _searched(
+    config: TrainConfig, mesh: Mesh
+) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], dict[str, Any]]:
+    """Changed settings, with those of `Memory` under "memory"; what was chosen for settings that were open; why the
+    plan was chosen; and a record of the predicted step."""
     asked = plan_config(config, mesh)
     machine = find_machine_for(asked)
     if compute_device(asked.memory) == torch.device("cpu"):  # the run does not use a GPU
@@ -103,4 +132,4 @@ def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[st
     changes: dict[str, Any] = {"memory": memory, "batch_tiles": made.config.batch_tiles, "speculate": options.speculate}
     if config.activations == "auto":
         changes["activations"] = made.config.activations
-    return changes, (*made.resolved, *made.choice.simulated), timeline_record(made.timeline)
+    return changes, made.resolved, made.choice.simulated, timeline_record(made.timeline)

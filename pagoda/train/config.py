@@ -31,14 +31,16 @@ _FREE_ON_RESUME = frozenset(
     | {"checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "save_at_end", "steps", "out", "resume"}
     | {"checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
     | {"eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt", "sample_tokens", "log"}
-    | {"tokens_per_step", "epochs", "config", "speculate", "batch_size", "accumulation_steps"}
+    | {"tokens_per_step", "epochs", "verbose", "config", "speculate", "batch_size", "accumulation_steps"}
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
+LOGS = ("tensorboard", "wandb", "trackio")
+"""What --log may name: packages."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
-_EVALUATIONS = 10
-"""Most evaluations in a run after the first step, unless `eval_every` is given."""
+EVALUATIONS, EVAL_ROWS = 10, 256
+"""Most evaluations in a run after the first step, and sequences in each, unless they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +121,11 @@ class TrainConfig(Reading, SizedRun):
     """Share of the sequences of --data to evaluate on. They are not trained on. By default 0.05 for pretrained weights
     without --eval-data, if there are enough sequences."""
     eval_every: int = 0
-    """Steps from one evaluation to the next. 0: a tenth of the run."""
-    eval_rows: int = 256
-    """Most sequences in one evaluation."""
+    """Steps from one evaluation to the next. 0: a tenth of the run, or more, so that evaluations take at most about a
+    tenth of its time."""
+    eval_rows: int = 0
+    """Most sequences in one evaluation. 0: 256, or fewer, so that evaluations take at most about a tenth of the time.
+    """
     patience: int = 0
     """Stop after that many evaluations in a row that were not better than the best one. 0: never."""
     keep_best: bool = True
@@ -158,6 +162,8 @@ class TrainConfig(Reading, SizedRun):
     log: str | None = None
     """Where to write metrics in addition to metrics.jsonl: tensorboard (in the run directory), wandb, trackio, with
     commas between."""
+    verbose: bool = False
+    """Print the reasons for the plan, too. They are in plan.json and in the report as well."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
     trace_step: int = 3
@@ -166,11 +172,11 @@ class TrainConfig(Reading, SizedRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("trace_step", "eval_rows", "sample_tokens"):
+        for name in ("trace_step", "sample_tokens"):
             require_count(name, getattr(self, name), 1)
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
-        for name in ("batch_size", "steps", "eval_every", "patience", "sample_every"):
+        for name in ("batch_size", "steps", "eval_every", "eval_rows", "patience", "sample_every"):
             require_count(name, getattr(self, name), 0)
         require(self.steps < _MOST_STEPS, "steps", self.steps, f"below {_MOST_STEPS}")
         require(self.epochs is None or 0 < self.epochs < math.inf, "epochs", self.epochs, "above 0, and finite")
@@ -182,6 +188,7 @@ class TrainConfig(Reading, SizedRun):
         if self.patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
+        _ = self.logs
         self.lora.check_with(self)
         if self.lora.rank is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
@@ -193,6 +200,15 @@ class TrainConfig(Reading, SizedRun):
                     f"--sample-every needs a whole {whole}: leave it out with {flag(name)}, and see what a checkpoint "
                     "writes with `pagoda generate`"
                 )
+
+    @property
+    def logs(self) -> list[str]:
+        """The destinations of metrics in addition to files. Raises ConfigError if one is unknown."""
+        names = [name.strip() for name in (self.log or "").split(",") if name.strip()]
+        for name in names:
+            if name not in LOGS:
+                raise ConfigError(f"--log {name!r} is not known: give some of {', '.join(LOGS)}, with commas between")
+        return names
 
     @property
     def depends_on_data(self) -> bool:
@@ -207,7 +223,7 @@ class TrainConfig(Reading, SizedRun):
     @property
     def evaluates_every(self) -> int:
         """Steps from one evaluation to the next."""
-        return self.eval_every or max(1, math.ceil(self.steps / _EVALUATIONS))
+        return self.eval_every or max(1, math.ceil(self.steps / EVALUATIONS))
 
     def settings(self) -> dict[str, Any]:
         """All settings in JSON's types. `from_settings` reads them into an equal configuration."""

@@ -22,14 +22,14 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import may_be_restarted, was_restarted
 from pagoda.models.build import is_encoder_decoder, model_directory, positions_of
-from pagoda.train.config import TrainConfig
+from pagoda.train.config import EVAL_ROWS, EVALUATIONS, TrainConfig
 from pagoda.train.inputs import rows_of
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first, ranks_with_batches
 from pagoda.train.run_dir import LAST, RunDir, unused
+from pagoda.train.seen import many
 from pagoda.train.sources import STDLIB
-from pagoda.train.tokenizer import open_tokenizer
-from pagoda.train.tokens import Tokens, open_tokens
+from pagoda.train.tokens import DataSets, Tokens
 
 _SEQ_LEN, _MOST_SEQ_LEN = 1024, 4096
 _TOKENS_PER_STEP = 16384
@@ -37,7 +37,11 @@ _STEPS = 100
 """Fewest steps for which a step has more than one sequence, unless the user gives the tokens of a step."""
 _LEAST_SEQUENCES = 8
 """Fewest sequences of a text. With less text, sequences are shorter."""
+_FEW_STEPS = 50
 _EVAL_SHARE, _LEAST_TO_HOLD_OUT = 0.05, 40
+_EVAL_TIME, _FORWARD, _LEAST_EVAL_ROWS = 0.1, 0.5, 32
+"""Most of a run's time that evaluations take, the time of a forward without a backward, as a share of both, and
+sequences of an evaluation, with fewer of which a run evaluates less often."""
 _ADAPT_AFTER = 2
 """Steps that show what activations need on a GPU."""
 _LRS = {"random weights": 3e-4, "all of a pretrained model": 2e-5, "adapters": 2e-4}
@@ -47,7 +51,7 @@ _WARMUP, _WARMUP_OF_ADAPTERS, _MOST_WARMUP = 0.03, 0.1, 100
 """Warm-up as a share of the steps, and its most steps. The learning rate of adapters is higher."""
 
 
-def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
+def completed(config: TrainConfig, data: DataSets, mesh: Mesh, console: Console) -> TrainConfig:
     """The configuration with every setting chosen. Prints every choice. All ranks take the choices of the first one.
 
     Raises ConfigError if data, a model or a setting cannot be used, and StorageError if there is no room for tokens.
@@ -66,16 +70,17 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
             if was_restarted() and run_dir.config.exists():  # these processes continue what others began
                 return replace(run_dir.started_config(), out=run_dir.path), []
             run_dir.check_free()
-        return _chosen(asked, ranks_with_batches(asked, mesh), console)
+        return _chosen(asked, ranks_with_batches(asked, mesh), data)
 
     chosen, reasons = from_first(mesh, "the choice of settings", choices)
     say(console, *(f"Chosen: {reason}" for reason in reasons))
     return chosen
 
 
-def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
+def _chosen(asked: TrainConfig, ranks: int, data: DataSets) -> tuple[TrainConfig, list[str]]:
     """The configuration, and the reasons."""
     reasons: list[str] = []
+    held = 0
     lr, why = _learning_rate(asked)
     reasons += why
     asked = replace(asked, optim=replace(asked.optim, lr=lr))
@@ -95,11 +100,14 @@ def _chosen(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConf
         asked = replace(asked, precision=precision)
         reasons.append(f"--precision {precision}: {reason}")
     if asked.depends_on_data:
-        asked, why = _by_data(asked, ranks, console)
+        assert asked.data is not None, "it is chosen now"
+        asked, held, why = _by_data(asked, ranks, data.open(asked.data))
         reasons += why
     if asked.activations is None:  # as `pagoda plan` decides, since the batch is the user's
         asked, why = _with_activations(asked, asked.batch_size, replace(_Estimate.of_run(asked), kept=1))
         reasons += why
+    asked, why = _evaluations(asked, ranks, held)
+    reasons += why
     if asked.optim.warmup_steps is None:
         warmup, why = _warmup(asked)
         asked = replace(asked, optim=replace(asked.optim, warmup_steps=warmup))
@@ -124,12 +132,9 @@ def _of_gpu(asked: TrainConfig, free: int) -> tuple[TrainConfig, list[str]]:
     return replace(asked, memory=replace(asked.memory, device=str(free), adapt_after=after)), why
 
 
-def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
-    """The configuration with the settings that depend on the data, and the reasons."""
+def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfig, int, list[str]]:
+    """The configuration with the settings that depend on the data; the sequences that are held out; and the reasons."""
     reasons: list[str] = []
-    assert asked.data is not None, "it is chosen first"
-    tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
-    tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console, asked.skip_bad)
     if not asked.seq_len:
         seq_len, why = sequence_length(asked, tokens)
         asked = replace(asked, seq_len=seq_len)
@@ -140,18 +145,52 @@ def _by_data(asked: TrainConfig, ranks: int, console: Console) -> tuple[TrainCon
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
         if holds_out:
             reasons.append(f"--eval-share {_EVAL_SHARE}: of {rows:,} sequences, to see whether what is learned holds")
-    left = rows - round(rows * (asked.eval_share or 0))
+    held = round(rows * (asked.eval_share or 0))
+    left = rows - held
     usual = 3.0 if tokens.about.chats else 1.0
     epochs = asked.epochs or usual
+    smaller = "a smaller --batch-size" if asked.batch_size else "fewer --tokens-per-step"
     if not asked.batch_size:
         asked, why = _batch(asked, ranks, min(epochs, usual) * left)
         reasons += why
     if not asked.steps:
         sequences = asked.batch_size * asked.accumulation_steps * ranks
         steps = max(1, ceil(epochs * left / sequences))
+        few = ""
+        if steps < _FEW_STEPS:
+            few = f". A model learns little in fewer than {_FEW_STEPS}: give more data, --steps or --epochs"
+            few += f", or {smaller}" if sequences > ranks else ""
+        reasons.append(
+            f"--steps {steps:,}: {epochs:g} epoch{'s' * (epochs != 1)} of {many(left, 'sequence')}, {sequences:,} a "
+            f"step{few}"
+        )
         asked = replace(asked, steps=steps, epochs=None)
-        reasons.append(f"--steps {steps:,}: {epochs:g} epoch{'s' * (epochs != 1)} of {left:,} sequences")
-    return asked, reasons
+    return asked, held, reasons
+
+
+def _evaluations(asked: TrainConfig, ranks: int, held: int) -> tuple[TrainConfig, list[str]]:
+    """The configuration with how often and on how much the run evaluates, and why: evaluations take at most a tenth of
+    its time, as far as the user leaves both open. A forward takes at most half of the time of a forward with its
+    backward. `held`: number of sequences to evaluate on, or 0 if it is not known."""
+    if not asked.evaluates or (asked.eval_every and asked.eval_rows):
+        return asked, []
+    each, steps = asked.batch_size * ranks, asked.steps
+    trained = steps * asked.accumulation_steps
+    most = int(trained * _EVAL_TIME / _FORWARD)  # forwards of all evaluations, one of which is before the first step
+    known = asked.eval_rows or EVAL_ROWS
+    known = min(known, held or known)
+    wanted = ceil(known / each)
+    least = wanted if asked.eval_rows else min(wanted, ceil(_LEAST_EVAL_ROWS / each))
+    every = asked.eval_every or ceil(steps / max(1, min(EVALUATIONS, steps, most // least - 1)))
+    count = 1 + ceil(steps / every)
+    passes = max(1, min(wanted, most // count))
+    rows = asked.eval_rows or min(EVAL_ROWS, passes * each)
+    share = _FORWARD * count * ceil(min(rows, known) / each) / trained
+    why = [
+        *[f"--eval-every {every:,}: {count} evaluations, one of them before the first step"] * (not asked.eval_every),
+        *[f"--eval-rows {rows}: evaluations take at most about {share:.0%} of the time"] * (not asked.eval_rows),
+    ]
+    return replace(asked, eval_every=every, eval_rows=rows), why
 
 
 def _kind(config: TrainConfig) -> str:
@@ -178,7 +217,8 @@ def _warmup(config: TrainConfig) -> tuple[int, list[str]]:
         return run_dir.started_config().optim.warmup_steps or 0, []  # it may have begun with another number of steps
     share = _WARMUP_OF_ADAPTERS if _kind(config) == "adapters" else _WARMUP
     warmup = min(_MOST_WARMUP, int(share * config.steps))
-    return warmup, [f"--optim.warmup-steps {warmup}: {share:.0%} of the steps"] * bool(warmup)
+    most = ", the most by default" * (warmup == _MOST_WARMUP)
+    return warmup, [f"--optim.warmup-steps {warmup}: {warmup / config.steps:.1%} of the steps{most}"] * bool(warmup)
 
 
 def _new_directory(asked: TrainConfig) -> Path:
@@ -194,15 +234,18 @@ def sequence_length(asked: Reading, tokens: Tokens) -> tuple[int, list[str]]:
     most = _MOST_SEQ_LEN if positions is None else min(positions, _MOST_SEQ_LEN)
     if tokens.about.chats:
         lengths = np.diff(tokens.ends, prepend=0)
-        needed = int(np.quantile(lengths, 0.99))
+        needed = int(np.quantile(lengths, 0.99, method="inverted_cdf"))
         seq_len = min(most, 1 << (max(needed, 16) - 1).bit_length())
-        return seq_len, [f"--seq-len {seq_len}: 99% of conversations have {needed:,} tokens or fewer"]
-    seq_len = min(most, _SEQ_LEN)
+        whole = (lengths <= seq_len).mean()
+        why = f"{int(100 * whole)}% of conversations have as many tokens or fewer"
+        limit = "the model's positions" if positions == seq_len else "the most by default"
+        return seq_len, [f"--seq-len {seq_len}: {why}" + f"; {limit}" * (needed > seq_len)]
+    seq_len = most = min(most, _SEQ_LEN)
     least = 2 if is_encoder_decoder(asked.model) else 1
     while seq_len > 16 and len(tokens) < _LEAST_SEQUENCES * least * seq_len:
         seq_len //= 2
     why = "the model's positions" if positions == seq_len else "usual for texts"
-    if len(tokens) < _LEAST_SEQUENCES * least * 2 * seq_len:
+    if seq_len < most:
         why = f"the data has no more than {len(tokens):,} tokens"
     return seq_len, [f"--seq-len {seq_len}: {why}"]
 
@@ -250,12 +293,12 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfi
     asked, reasons = _with_activations(asked, 1, estimate)
     most = (asked.tokens_per_step or _TOKENS_PER_STEP) / seq_len
     few = not asked.tokens_per_step and sequences < _STEPS * most
-    target = max(1, round((sequences // _STEPS if few else most) / ranks))
+    target = max(1, int((sequences // _STEPS if few else most) / ranks))
     room = format_bytes(estimate.room)
     if (least := estimate.takes(asked, 1)) > estimate.room:
         raise BudgetError(
             f"the activations of one sequence of {seq_len} tokens take about {format_bytes(least)}, and {room} are "
-            f"left for them ({estimate.of}): use a smaller --seq-len, or a smaller --memory.host with --memory.ssd DIR"
+            f"left for them ({estimate.of}): use a smaller --seq-len{_more_room(asked)}"
         )
     batch = 1
     stages = asked.pipeline_parallel  # each has a micro-batch to work on
@@ -264,18 +307,25 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfi
     passes, why = asked.accumulation_steps, "as asked for"
     if passes == 1:
         passes = max(stages, target // batch)
-        why = f"about {batch * passes * ranks * seq_len:,} tokens a step (--tokens-per-step)"
+        why = f"{batch * passes * ranks * seq_len:,} tokens a step (--tokens-per-step)"
         if few:
-            enough = f"so that the usual epochs give at least {_STEPS} steps"
-            why += (
-                f", {enough if sequences >= _STEPS * ranks else f'as the usual epochs give fewer than {_STEPS} steps'}"
-            )
+            why += f", so that the usual epochs give {ceil(sequences / (batch * passes * ranks)):,} steps"
     reasons += [
         f"--batch-size {batch}: activations take about {format_bytes(estimate.takes(asked, batch))} of {room} "
         f"({estimate.of})" + ", with what malloc keeps" * (estimate.kept > 1),
         f"--accumulation-steps {passes}: {why}",
     ]
     return replace(asked, batch_size=batch, accumulation_steps=passes), reasons
+
+
+def _more_room(asked: TrainConfig) -> str:
+    """What else gives activations more room, as the end of a sentence."""
+    memory = asked.memory
+    if memory.activation_bytes is not None:
+        return ", or a larger --memory.activations"
+    if memory.device_bytes is not None and not memory.arena_for_device:
+        return ", or a smaller --memory.device"
+    return ", or a smaller --memory.host" + " with --memory.ssd DIR" * (memory.ssd is None)
 
 
 def _room(asked: TrainConfig) -> tuple[int, str]:

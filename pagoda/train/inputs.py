@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,17 +16,17 @@ from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.models.build import is_encoder_decoder
 from pagoda.prepare.documents import SHORT_TOKENS, attend_by_document, mask_bytes, window_of
-from pagoda.train.config import TrainConfig
+from pagoda.train.config import EVAL_ROWS, TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first, ranks_with_batches
 from pagoda.train.seen import many
 from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
-from pagoda.train.tokens import Tokens, open_tokens
+from pagoda.train.tokens import DataSets, Tokens
 
-_SHOWN = 256
-"""Most tokens of the document that is shown before the first step."""
+_SHOWN, _SHOWN_LINES = 256, 10
+"""Most tokens and lines of the document that is shown before the first step."""
 _LENGTHS = "at least", "in the median", "at the 95th percentile", "at most"
 _PROBED = 8
 """Tokens of each of the two documents with which `_crosses` tests a model."""
@@ -36,21 +35,19 @@ _ROUNDING, _ROUNDING_16 = 2e-6, 2e-4
 causes at most 2e-7 in fp32. A model that reads the first document changes by 1e-4 or more."""
 
 
-def opened_tokens(config: Reading, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
-    """The tokens of --data or --eval-data. Prints what was read, and what was ignored or left out. The first rank
-    tokenises them if they are not in the cache; the other ranks find them there.
+def opened_tokens(config: Reading, name: str, data: DataSets, mesh: Mesh, console: Console) -> Tokens:
+    """The tokens of --data or --eval-data. Prints what was read, and what was ignored or left out. The first rank reads
+    the files, and tokenises them if their tokens are not in the cache; the other ranks find them there.
 
     Raises ConfigError if data or tokenizer cannot be used, and StorageError if there is no room for the tokens.
     """
-    find = partial(open_tokens, name, tokenizer, config.cache, config.column, console, config.skip_bad)
-    from_first(mesh, "the data", lambda: find() and None)
-    tokens = find()
+    tokens = data.open(name, from_first(mesh, "the data", lambda: data.open(name).key))
     if tokens.about.chats and is_encoder_decoder(config.model):
         raise ConfigError(
             f"data {name!r} has conversations, and model {config.model!r} has an encoder and a decoder, which "
             "continue texts here: give plain text"
         )
-    say(console, *described(tokens, tokenizer))
+    say(console, *described(tokens, data.tokenizer))
     return tokens
 
 
@@ -63,7 +60,7 @@ def rows_of(config: Reading, tokens: Tokens) -> Rows:
 
 
 def batches_of(
-    config: TrainConfig, tokens: Tokens, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, console: Console
+    config: TrainConfig, tokens: Tokens, data: DataSets, model: nn.Module, mesh: Mesh, console: Console
 ) -> tuple[Batches, Batches | None]:
     """The batches of a run, and those to evaluate on. Prints how the tokens are cut into sequences.
 
@@ -76,7 +73,7 @@ def batches_of(
     say(console, *sequences(rows))
     evaluated: Rows | None = None
     if config.eval_data is not None:
-        other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
+        other = opened_tokens(config, config.eval_data, data, mesh, console)
         _check_vocabulary(config, model, other)
         evaluated = Rows.of(other, rows.length, config.packs)
     elif config.eval_share:
@@ -99,7 +96,7 @@ def batches_of(
     )
     if evaluated is None:
         return batches, None
-    kept = evaluated.held_out(min(config.eval_rows, len(evaluated)), config.seed)[1]
+    kept = evaluated.held_out(min(config.eval_rows or EVAL_ROWS, len(evaluated)), config.seed)[1]
     few = f" of {len(evaluated):,}" if len(kept) < len(evaluated) else ""
     of = f"{len(kept):,}{few} sequences{' held out' if config.eval_share else ''}"
     every = config.evaluates_every
@@ -117,7 +114,9 @@ def example(rows: Rows, tokenizer: Tokenizer) -> list[str]:
     counted[0] = False  # nothing precedes it, so it is not predicted
     more = " ..." if stop == start + _SHOWN else ""
     text = tokenizer.marked(np.where(ids < 0, ~ids, ids), counted)
-    return ["Example, with what the loss counts between « and »:", *f"{text}{more}".rstrip("\n").split("\n")]
+    lines = f"{text}{more}".rstrip("\n").split("\n")
+    rest = ["..."] * (len(lines) > _SHOWN_LINES)
+    return ["Example, with what the loss counts between « and »:", *lines[:_SHOWN_LINES], *rest]
 
 
 def keep_apart(session: Session, evaluated: Batches | None, mesh: Mesh, console: Console) -> Batches | None:

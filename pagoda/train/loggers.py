@@ -1,36 +1,41 @@
 """Other destinations of metrics: TensorBoard, Weights & Biases, Trackio. Each is imported only if the user asks for
 it."""
 
+import json
+import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError, needed
+from pagoda.train.config import TrainConfig
 from pagoda.train.evaluate import Evaluation
 from pagoda.train.metrics import StepMetrics
 
-_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+_TENSORBOARD = "tensorboard"
 
 
 class Loggers:
-    """Sends the metrics of a run to every destination in `names`. Opens them at the first step, when the run creates
-    its directory.
+    """Sends the metrics of a run to the destinations that `config.log` names, and the settings of the run.
 
-    A destination that fails later is left out from then on. Raises ConfigError if a name is unknown, if its package is
-    not installed, or if it cannot be opened.
+    A destination that fails later is left out from then on.
     """
 
-    def __init__(self, names: str | None, out: Path, warn: Callable[[str], None]) -> None:
-        """`out`: the run's directory. `warn` gets a sentence when a destination fails."""
-        self._out, self._warn = out, warn
-        self._modules: dict[str, Any] = {}
-        self._opened: dict[str, Any] | None = None
-        for name in filter(None, map(str.strip, (names or "").split(","))):
-            if name not in _MODULES:
-                known = ", ".join(_MODULES)
-                raise ConfigError(f"--log {name!r} is not known: give some of {known}, with commas between")
-            refusal = f"--log {name} needs the package {name}: pip install {name}"
-            self._modules[name] = needed(_MODULES[name], refusal)
+    def __init__(self, config: TrainConfig, done: int, warn: Callable[[str], None]) -> None:
+        """Log in to services, so that a wrong key ends the run before its first step. TensorBoard's files are created
+        with the first figures, because they are in the run's directory.
+
+        `done`: number of steps before the run was resumed. `warn` gets a sentence when a destination fails.
+
+        Raises ConfigError if a package is not installed, or if a destination cannot be opened.
+        """
+        self._config, self._done, self._warn = config, done, warn
+        self._opened: dict[str, Any] = {}
+        self._modules = {}
+        for name in config.logs:
+            module = "torch.utils.tensorboard" if name == _TENSORBOARD else name
+            self._modules[name] = needed(module, f"--log {name} needs the package {name}: pip install {name}")
+        for name in self._modules.keys() - {_TENSORBOARD}:
+            self._open(name)
 
     def step(self, metrics: StepMetrics) -> None:
         """Logs a step."""
@@ -53,14 +58,18 @@ class Loggers:
 
     def close(self) -> None:
         """Returns once everything is written."""
-        self._each(lambda name, logger: logger.close() if name == "tensorboard" else logger.finish())
+        self._each(lambda name, logger: logger.close() if name == _TENSORBOARD else logger.finish())
 
     def _log(self, figures: Mapping[str, float], step: int) -> None:
-        if self._opened is None:
-            self._opened = {name: self._open(name, module) for name, module in self._modules.items()}
+        if _TENSORBOARD in self._modules and _TENSORBOARD not in self._opened:
+            try:
+                self._open(_TENSORBOARD)
+            except ConfigError as error:
+                del self._modules[_TENSORBOARD]
+                self._warn(f"{error}. The run continues without it")
 
         def log(name: str, logger: Any) -> None:
-            if name != "tensorboard":
+            if name != _TENSORBOARD:
                 logger.log(dict(figures), step=step)
                 return
             for figure, value in figures.items():
@@ -70,21 +79,26 @@ class Loggers:
 
     def _each(self, work: Callable[[str, Any], None]) -> None:
         """Do `work` with each destination. One that fails is left out from then on."""
-        opened = self._opened or {}
-        for name, logger in [*opened.items()]:
+        for name, logger in [*self._opened.items()]:
             try:
                 work(name, logger)
             except Exception as error:  # of another package, which may raise anything
-                del opened[name]
+                del self._opened[name], self._modules[name]
                 self._warn(f"--log {name} fails: {type(error).__name__}: {error}. The run continues without it")
 
-    def _open(self, name: str, module: Any) -> Any:
-        """A destination for one run: TensorBoard's writer of event files in the run's directory, or a run of wandb or
-        trackio."""
+    def _open(self, name: str) -> None:
+        """Open a destination for one run: TensorBoard's writer of event files in the run's directory, or a run of wandb
+        or trackio in the project that WANDB_PROJECT or TRACKIO_PROJECT names."""
+        module, out, settings = self._modules[name], self._config.out, self._config.settings()
+        assert out is not None, "it is chosen now"
         try:
-            if name == "tensorboard":
-                return module.SummaryWriter(str(self._out / "tensorboard"))
-            module.init(project="pagoda", name=self._out.name)
+            if name == _TENSORBOARD:
+                # Steps after the checkpoint from which the run is resumed run again.
+                module = module.SummaryWriter(str(out / _TENSORBOARD), purge_step=self._done + 1)
+                module.add_text("settings", f"```json\n{json.dumps(settings, indent=2)}\n```", self._done)
+            else:
+                project = os.environ.get(f"{name.upper()}_PROJECT") or "pagoda"
+                module.init(project=project, name=out.name, config=settings)
         except Exception as error:
             raise ConfigError(f"--log {name} cannot be opened: {type(error).__name__}: {error}") from error
-        return module
+        self._opened[name] = module

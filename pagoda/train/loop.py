@@ -1,6 +1,5 @@
 """The training loop. It checks every input, and writes nothing before the first step has succeeded."""
 
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -8,29 +7,29 @@ from rich.console import Console
 from torch import nn
 
 from pagoda.api import plan_of, wrap
-from pagoda.budgets import check_directories
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
 from pagoda.mesh.mesh import Mesh, open_mesh
 from pagoda.mesh.world import was_restarted
-from pagoda.models.build import build_model, model_directory
+from pagoda.models.build import build_model
 from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
-from pagoda.models.lora import peft
 from pagoda.models.stages import to_stage
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.optimizer import PagedOptimizer
+from pagoda.plan.combinations import check_features
+from pagoda.plan.options import Options
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import init
-from pagoda.prepare.quantize import package_of
 from pagoda.prepare.sequence_parallel import check_division
 from pagoda.train.choice import choose_plan, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
+from pagoda.train.early import refuse_early
 from pagoda.train.inputs import batches_of, example, keep_apart, opened_tokens
-from pagoda.train.model import ready
+from pagoda.train.model import check_weights, ready
 from pagoda.train.passes import Passes
 from pagoda.train.progress import expected, lasting, say
 from pagoda.train.ranks import from_all, from_first
@@ -38,7 +37,10 @@ from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session, seed_all
 from pagoda.train.steps import Steps, TrainResult
-from pagoda.train.tokenizer import open_tokenizer
+from pagoda.train.tokens import DataSets
+
+_WORN = 0.01
+"""Share of what a drive is rated for of which a run tells without --verbose."""
 
 
 def run(config: TrainConfig, console: Console | None = None) -> TrainResult | None:
@@ -59,10 +61,13 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     console = Console(quiet=True) if mesh.everyone.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
-        _refuse_early(config)
+        from_first(mesh, "the settings", lambda: refuse_early(config, mesh.everyone.size, was_restarted()))
+        _check_optimizer(config)
         if config.download:
             from_first(mesh, "the download of the model", lambda: _download(config.model))
-        config = completed(config, mesh, console)
+        check_weights(config)
+        data = DataSets(config, console)
+        config = completed(config, data, mesh, console)
         assert config.out is not None, "it is chosen now"
         _check_micro_batches(config)
         run_dir = RunDir(config.out)
@@ -72,25 +77,27 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
             done = f"The run in {run_dir.path} has finished: {beginning.done:,} steps are done"
             say(console, f"{done}, and --steps is {config.steps:,}. Give a larger --steps to continue it.")
             return None
-        return _run(config, run_dir, beginning, mesh, console)
+        return _run(config, data, run_dir, beginning, mesh, console)
 
 
-def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console) -> TrainResult:
+def _run(
+    config: TrainConfig, data: DataSets, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console
+) -> TrainResult:
     """Build what a run needs, then run it."""
     assert config.data is not None, "it is chosen now"
     checkpoint = beginning.checkpoint
-    _check_trace(config, run_dir, beginning.done)
+    _check_traced_step(config, beginning.done)
     rule = config.optim.build(config.seed, config.optimizer)
-    tokenizer = open_tokenizer(model_directory(config.model), config.tokenizer)
-    tokens = opened_tokens(config, config.data, tokenizer, mesh, console)
+    tokens, tokenizer = opened_tokens(config, config.data, data, mesh, console), data.tokenizer
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         say(console, hint)
-    chosen, predicted = choose_plan(config, console, mesh)
+    plan = choose_plan(config, console, mesh)
+    chosen = plan.config
     seed_all(config.seed)
     with init():
         built = build_model(config.model, seq_len=config.seq_len)
     check_division(built, config.sequence_parallel)
-    batches, evaluated = batches_of(config, tokens, tokenizer, built, mesh, console)
+    batches, evaluated = batches_of(config, tokens, data, built, mesh, console)
     parameters = sum(param.numel() for param in built.parameters()) if config.quantize else None
     built = ready(config, built, console, from_files=checkpoint is None)
     if config.pipeline_parallel > 1:
@@ -114,7 +121,9 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         mesh=mesh,
     )
     try:
-        console.print(plan_table(plan_of(model), parameters))
+        console.print(plan_table(plan_of(model), parameters, explained=config.verbose))
+        if config.verbose:
+            say(console, *(f"- {reason}" for reason in plan.reasons))
         part = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
         session = Session(config, batches, _passes(config, model, optimizer, mesh), part)
         if checkpoint is not None:
@@ -124,25 +133,28 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         session.divide_sequences()
         if checkpoint is None:
             say(console, *example(batches.rows, tokenizer))
-        step_s = predicted["step_s"] if predicted else None
-        say(console, *expected(session.batches, config.steps, beginning.done, step_s))
+        step_s = plan.predicted["step_s"] if plan.predicted else None
+        evaluates = evaluated is not None
+        say(console, expected(session.batches, config.steps, beginning.done, step_s, evaluates))
         endurance = endurance_of(config.memory.ssd_directories, mesh.everyone.nodes)
         written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
         if endurance is not None and written:
-            say(console, f"SSD: {wear(written, config.steps - beginning.done, endurance)}")
-        return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
+            steps = config.steps - beginning.done
+            worn = f"SSD: {wear(written, steps, endurance)}"
+            plan = replace(plan, reasons=(*plan.reasons, f"{worn}."))
+            if config.verbose or written * steps >= _WORN * endurance.value:
+                say(console, worn)
+        return Steps(session, evaluated, tokenizer, run_dir, plan, mesh, console).run(beginning)
     finally:
         optimizer.close()
 
 
-def _refuse_early(config: TrainConfig) -> None:
-    """Refuse what would fail after the data were read, which may take long."""
-    if config.quantize is not None:
-        package_of(config.quantize)
-    if config.lora.rank is not None:
-        peft()
-    check_directories(config.memory)
-    config.optim.build(config.seed, config.optimizer)
+def _check_optimizer(config: TrainConfig) -> None:
+    """Raises ConfigError for an optimizer that cannot be used, or not with the other settings."""
+    rule = config.optim.build(config.seed, config.optimizer).predicting(config.ahead)
+    options = Options.of(config, config.memory)
+    states = rule.states(config.precision or "fp32")  # which states there are does not depend on their dtypes
+    check_features(options, states, config.tile_bytes is not None)
 
 
 def _check_micro_batches(config: TrainConfig) -> None:
@@ -177,14 +189,9 @@ def _download(name: str) -> None:
     download(name)
 
 
-def _check_trace(config: TrainConfig, run_dir: RunDir, done: int) -> None:
-    if config.trace is None:
-        return
-    if config.steps - done < config.trace_step:
+def _check_traced_step(config: TrainConfig, done: int) -> None:
+    if config.trace is not None and config.steps - done < config.trace_step:
         raise ConfigError(
             f"--trace-step is {config.trace_step}, but this command runs {config.steps - done} steps:"
             " give more --steps, or a smaller --trace-step"
         )
-    parent = config.trace.absolute().parent
-    if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == run_dir.path.absolute()):
-        raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that exists")

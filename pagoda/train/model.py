@@ -50,16 +50,22 @@ def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files
     return model
 
 
+def check_weights(config: TrainConfig) -> None:
+    """Raises ConfigError if the model's directory lacks files of its weights, or has none to quantize."""
+    directory = model_directory(config.model)
+    found = directory is not None and _downloaded(directory, is_hub_name(config.model))
+    if config.quantize is not None and not found:
+        raise ConfigError(f"--quantize is for pretrained weights, which {config.model!r} lacks: leave it out")
+
+
 def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
     """Let the model start from the weights next to its config.json, if there are any. Prints which weights it starts
     from.
 
-    Raises ConfigError if files are missing in the directory.
+    Raises ConfigError if they do not fit the model.
     """
     directory = model_directory(config.model)
-    if directory is None or not _downloaded(directory, is_hub_name(config.model)):
-        if config.quantize is not None:
-            raise ConfigError(f"--quantize is for pretrained weights, which {config.model!r} lacks: leave it out")
+    if directory is None or not weight_files(directory):
         say(console, f"Weights: random, seed {config.seed}")
         return
     found = attach_weights(model, directory)

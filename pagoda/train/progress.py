@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
 
+from pagoda.memory.sizes import format_rate
 from pagoda.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _PLAIN_LINES = 10
 _PLAIN_EVERY = 10
-_FEW_STEPS = 50
-"""With fewer steps, a model learns little."""
 
 
 def say(console: Console, *lines: str) -> None:
@@ -29,8 +27,8 @@ def say(console: Console, *lines: str) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def expected(batches: "Batches", steps: int, done: int, step_s: float | None) -> list[str]:
-    """Messages about what a run of `steps` steps is going to do after the first `done`, and whether that is little.
+def expected(batches: "Batches", steps: int, done: int, step_s: float | None, evaluates: bool) -> str:
+    """A message about what a run of `steps` steps is going to do after the first `done`.
 
     `step_s`: seconds that a forecast expects of a step, or None.
     """
@@ -38,15 +36,10 @@ def expected(batches: "Batches", steps: int, done: int, step_s: float | None) ->
     epochs = steps * samples / len(batches.rows)
     takes = "step 1 shows the time that is left"
     if step_s is not None:
-        takes = f"about {timedelta(seconds=round((steps - done) * step_s))}"
+        takes = f"about {timedelta(seconds=round((steps - done) * step_s))}" + ", without evaluations" * evaluates
     of = f"{samples:,} sequence{'s' * (samples != 1)} ({batches.tokens_per_step:,} tokens)"
-    lines = [f"Run: {steps - done:,} steps of {of}, {epochs:.3g} epoch{'s' * (epochs != 1)}; {takes}"]
-    if steps < _FEW_STEPS:
-        fewer = ", or fewer --tokens-per-step" if samples > batches.ranks else ""
-        lines.append(
-            f"Few steps: in fewer than {_FEW_STEPS}, a model learns little. Give more data, --steps or --epochs{fewer}"
-        )
-    return lines
+    read = f"{epochs:.3g} epoch{'s' * (epochs != 1)}" if epochs >= 0.1 else f"{100 * epochs:.2g}% of an epoch"
+    return f"Run: {steps - done:,} steps of {of}, {read}; {takes}"
 
 
 class FailingOnce:
@@ -128,30 +121,26 @@ class Progress(Bar):
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("{task.fields[left]} left"),
             console=console,
             disable=not console.is_terminal,
             expand=True,
         )
         self._steps = steps
-        self._left = steps - done
-        self._every = max(1, min(self._left // _PLAIN_LINES, _PLAIN_EVERY))
-        self._began = time.monotonic()
+        self._every = max(1, min((steps - done) // _PLAIN_LINES, _PLAIN_EVERY))
         self._seen = 0
-        self._task = self.add_task("train", total=steps, completed=done, figures="")
+        self._task = self.add_task("train", total=steps, completed=done, figures="", left="-:--:--")
 
-    def show(self, metrics: StepMetrics) -> None:
-        """Show one finished step."""
+    def show(self, metrics: StepMetrics, left_s: float) -> None:
+        """Show one finished step, and the seconds that are left."""
         self._seen += 1
         balance = "" if metrics.aux_loss is None else f"balance {metrics.aux_loss:.3f}  "
-        figures = f"loss {metrics.loss:.4f}  {balance}{metrics.tokens_per_s:,.0f} tokens/s  {_stalls(metrics)}"
+        figures = f"loss {metrics.loss:.4f}  {balance}{format_rate(metrics.tokens_per_s)} tokens/s  {_stalls(metrics)}"
+        left = timedelta(seconds=round(left_s))
         if self.console.is_terminal:
-            self.update(self._task, completed=metrics.step, figures=figures)
+            self.update(self._task, completed=metrics.step, figures=figures, left=left)
         elif self._seen == 1 or metrics.step % self._every == 0 or metrics.step == self._steps:
-            elapsed_s = time.monotonic() - self._began  # with evaluations and checkpoints, as what is left
-            left_s = (self._left - self._seen) * elapsed_s / self._seen
-            say(self.console, f"step {metrics.step}/{self._steps}  {figures}  {timedelta(seconds=round(left_s))} left")
+            say(self.console, f"step {metrics.step}/{self._steps}  {figures}  {left} left")
 
 
 def _stalls(metrics: StepMetrics) -> str:

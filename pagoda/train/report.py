@@ -12,7 +12,7 @@ from pagoda.forecast.report import format_seconds
 from pagoda.forecast.wear import wear
 from pagoda.memory.files import read_regular
 from pagoda.memory.forms import FormError, whole
-from pagoda.memory.sizes import format_bytes
+from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.schedule.served import AccessCounts, Found, add_counts, hit_rate
 from pagoda.simulate.hardware import Figure
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
@@ -58,13 +58,13 @@ def _run_page(directory: Path) -> str:
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
     plan, data, measured = (_read(file) if file.exists() else None for file in (run.plan, run.data, run.timeline))
-    predicted = plan["timeline"] if plan else None
+    predicted, why = (plan["timeline"], plan["not_predicted"]) if plan else (None, "")
     sections = {
         "Summary": _summary(config, steps, evals),
         "Loss": _curves(steps, evals),
         **({"Samples": _samples(samples)} if samples else {}),
         "Speed": _speed(steps, plan),
-        **({"One step": _lanes(predicted, measured)} if predicted or measured else {}),
+        **({"One step": _lanes(predicted, measured, why)} if predicted or measured else {}),
         **({"Memory": _memory(plan, steps), "Units": _units(plan)} if plan else {}),
         **({"Data": listed(data["lines"])} if data else {}),
         "Checkpoints": _checkpoints(run, evals),
@@ -111,8 +111,9 @@ def _read(file: Path, otherwise: str = "was edited or damaged, or another versio
         raise ConfigError(f"{file} {otherwise} ({error})") from error
 
 
-def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
-    """What compute and every lane do in a step. The prediction is above the measurement, on the same time axis."""
+def _lanes(predicted: _Record | None, measured: _Record | None, why: str = "") -> str:
+    """What compute and every lane do in a step. The prediction is above the measurement, on the same time axis. `why`:
+    why nothing was predicted."""
     drawn = [("Predicted", predicted)] if predicted else []
     if measured:
         drawn.append((f"Measured, step {measured['step']}" if "step" in measured else "Measured, a step", measured))
@@ -141,9 +142,7 @@ def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
             row += [format_seconds(timeline["busy_s"].get(lane, 0.0)), waits]
     said = "What compute and every lane do in a step; the table below has the seconds"
     page = drawing(figure, "One step", said) + table(head, rows)
-    if not predicted:
-        page += "<p>Nothing was predicted: that takes a machine measured by pagoda calibrate, and --plan search.</p>"
-    return page
+    return page + (f"<p>Nothing was predicted: {html.escape(why)}.</p>" if why and not predicted else "")
 
 
 def _summary(config: _Record, steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
@@ -155,7 +154,7 @@ def _summary(config: _Record, steps: Sequence[_Record], evals: Sequence[_Record]
         ("Steps", f"{steps[-1]['step']:,} of {config['steps']:,}"),
         ("Loss", f"{_figure(steps[0]['loss'])} → {_figure(steps[-1]['loss'])}"),
         ("Time in steps", f"{seconds / 3600:.2f} h"),
-        ("Tokens", f"{tokens:,.0f}, {tokens / seconds:,.0f} per second"),
+        ("Tokens", f"{tokens:,.0f}, {format_rate(tokens / seconds)} per second"),
     ]
     known = [line for line in evals if line["loss"] is not None]
     if known:

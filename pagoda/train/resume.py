@@ -61,10 +61,10 @@ def begin(
         """All checkpoints, and the ones to try, the last one first."""
         run_dir.check_place()
         held.enter_context(locked(run_dir.path))
-        if named and (again or not config.resume):
+        if named and again:
             raise ConfigError(
-                "--checkpoint names the checkpoint from which --resume continues: "
-                + ("it was used already, so leave it out to continue" if again else "add --resume")
+                "--checkpoint names the checkpoint from which --resume continues: it was used already, so leave it out "
+                "to continue"
             )
         if not (config.resume or (again and run_dir.config.exists())):
             run_dir.check_free()

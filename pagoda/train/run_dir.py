@@ -198,6 +198,13 @@ def unused(path: Path, separator: str = "") -> Path:
     return next(each for each in chain([path], numbered) if not each.exists())
 
 
+def check_not_in_use(directory: Path) -> None:
+    """Raises ConfigError if another run holds the directory. Changes nothing."""
+    if (directory / LOCK).exists():
+        with locked(directory):
+            pass
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold a run directory for this process. Creates the directory if it is missing.

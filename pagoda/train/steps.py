@@ -4,10 +4,9 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -17,9 +16,11 @@ from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.record import as_lines, machine_record, plan_record, timeline_record
 from pagoda.forecast.wear import endurance_of
 from pagoda.memory.files import write_durably
+from pagoda.memory.sizes import format_rate
 from pagoda.mesh.mesh import Mesh
 from pagoda.plan.planner import Plan
 from pagoda.schedule.served import AccessCounts, add_counts, summary
+from pagoda.train.choice import ChosenPlan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
 from pagoda.train.generate import Sample, continued, prompt_ids
@@ -27,7 +28,7 @@ from pagoda.train.inputs import described
 from pagoda.train.loggers import Loggers
 from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.progress import Progress, say
-from pagoda.train.ranks import MetricsFiles, share_metrics
+from pagoda.train.ranks import MetricsFiles, from_first, share_metrics
 from pagoda.train.resume import Beginning
 from pagoda.train.run_dir import RunDir
 from pagoda.train.saving import Saving
@@ -71,7 +72,7 @@ class Steps:
         evaluated: Batches | None,
         tokenizer: Tokenizer,
         run_dir: RunDir,
-        predicted: dict[str, Any] | None,
+        chosen: ChosenPlan,
         mesh: Mesh,
         console: Console,
     ) -> None:
@@ -79,7 +80,7 @@ class Steps:
         self._config = session.config
         self._tokenizer = tokenizer
         self._run_dir = run_dir
-        self._predicted = predicted
+        self._chosen = chosen
         self._mesh = mesh
         self._console = console
         self._evaluator = None
@@ -87,10 +88,13 @@ class Steps:
             self._evaluator = Evaluator(evaluated, tokenizer, mesh, session.config.sequence_parallel)
         self._losses: list[tuple[int, float]] = []
         """(steps done, loss) of each evaluation."""
-        self._loggers = Loggers(None if mesh.everyone.rank else session.config.log, run_dir.path, self._warn)
         self._saving = Saving(session, run_dir, tokenizer.files, mesh, console)
         self._done, self._step_s = 0, 0.0
         """Number of steps done, and seconds of the last one."""
+        self._resumed = 0
+        """Number of steps that were done before."""
+        self._started = self._evaluated_s = self._evaluation_s = 0.0
+        """When the first step began, and the seconds of all evaluations since then and of the last one."""
         self._began: float | None = None
         """When the step began that is running. None between steps."""
         self._over = False
@@ -100,9 +104,19 @@ class Steps:
 
     def run(self, beginning: Beginning) -> TrainResult:
         """Run the remaining steps."""
+        self._done = self._resumed = beginning.done
+        self._saving.check_room(self._config.steps - self._done)
+        self._loggers = Loggers(replace(self._config, log=None), self._done, self._warn)
+
+        def log_in() -> None:
+            self._loggers = Loggers(self._config, self._done, self._warn)
+
+        from_first(self._mesh, "the destinations of metrics", log_in)
+        with closing(self._loggers):
+            return self._run(beginning)
+
+    def _run(self, beginning: Beginning) -> TrainResult:
         config, done = self._config, beginning.done
-        self._done = done
-        self._saving.check_room(config.steps - done)
         losses: list[float] = []
         accesses: AccessCounts = {}
         seconds, step = 0.0, done
@@ -120,41 +134,41 @@ class Steps:
             evaluated = any(step == done for step, _ in self._losses)
             # A run that was interrupted has left out the evaluation after its last step.
             first = None if evaluated or done % config.evaluates_every else self._evaluate(done)
-        with ExitStack() as opened:
-            opened.callback(self._loggers.close)
-            with first_signal(self._explain) as received, Progress(self._console, config.steps, done) as progress:
-                while not self._over:
-                    traced = step == done + min(config.trace_step, config.steps - done) - 1
-                    if traced:
-                        self._session.optimizer.trace_next_step()
-                    self._began = time.monotonic()
-                    mine = self._session.step(step)
-                    if files is None and self._mesh.everyone.rank == 0:
-                        # Before another rank continues and may use their names.
-                        for checkpoint, name in beginning.later:
-                            self._run_dir.put_aside(checkpoint, name)
-                    metrics, stopped_by = share_metrics(self._mesh, mine, received[0] if received else None)
-                    step, self._began = step + 1, None
-                    self._done, self._step_s = step, metrics.step_s
-                    self._over = step == config.steps or stopped_by is not None
-                    losses.append(metrics.loss)
-                    seconds += metrics.step_s
-                    accesses = add_counts((accesses, metrics.accesses))
-                    if files is None:  # after the first step has succeeded
-                        files = opened.enter_context(closing(self._new_files(done, first)))
-                    files.write(together=metrics, own=mine)
-                    self._loggers.step(metrics)
-                    if traced and self._mesh.everyone.rank == 0:
-                        self._write_timeline(step)
-                    progress.show(metrics)
-                    self._show_moved()
-                    self._between(metrics, files, stopped_by is not None)
-                # The first signal must not end the process before the last checkpoint is complete.
-                self._saving.finish()
-                if step == config.steps and stopped_by is not None:  # nothing is left for a resumed run
-                    stopped_by = None
-                    if self._evaluator is not None and files is not None:
-                        self._record_evaluation(step, files)
+        self._started, self._evaluated_s = time.monotonic(), 0.0
+        signals, bar = first_signal(self._explain), Progress(self._console, config.steps, done)
+        with ExitStack() as opened, signals as received, bar as progress:
+            while not self._over:
+                traced = step == done + min(config.trace_step, config.steps - done) - 1
+                if traced:
+                    self._session.optimizer.trace_next_step()
+                self._began = time.monotonic()
+                mine = self._session.step(step)
+                if files is None and self._mesh.everyone.rank == 0:
+                    # Before another rank continues and may use their names.
+                    for checkpoint, name in beginning.later:
+                        self._run_dir.put_aside(checkpoint, name)
+                metrics, stopped_by = share_metrics(self._mesh, mine, received[0] if received else None)
+                step, self._began = step + 1, None
+                self._done, self._step_s = step, metrics.step_s
+                self._over = step == config.steps or stopped_by is not None
+                losses.append(metrics.loss)
+                seconds += metrics.step_s
+                accesses = add_counts((accesses, metrics.accesses))
+                if files is None:  # after the first step has succeeded
+                    files = opened.enter_context(closing(self._new_files(done, first)))
+                files.write(together=metrics, own=mine)
+                self._loggers.step(metrics)
+                if traced and self._mesh.everyone.rank == 0:
+                    self._write_timeline(step)
+                progress.show(metrics, self._left_s(step))
+                self._show_moved()
+                self._between(metrics, files, stopped_by is not None)
+            # The first signal must not end the process before the last checkpoint is complete.
+            self._saving.finish()
+            if step == config.steps and stopped_by is not None:  # nothing is left for a resumed run
+                stopped_by = None
+                if self._evaluator is not None and files is not None:
+                    self._record_evaluation(step, files)
         result = TrainResult(
             out=self._run_dir.path,
             plan=plan_of(self._session.model),
@@ -170,6 +184,15 @@ class Steps:
         )
         self._show_end(result)
         return result
+
+    def _left_s(self, step: int) -> float:
+        """Seconds until the end of the run, by its steps so far, with their checkpoints, and by the last evaluation."""
+        config, took_s = self._config, time.monotonic() - self._started - self._evaluated_s
+        left_s = (config.steps - step) * took_s / (step - self._resumed)
+        if self._evaluator is None:
+            return left_s
+        every = config.evaluates_every
+        return left_s + (ceil(config.steps / every) - (step - 1) // every) * self._evaluation_s
 
     def _new_files(self, done: int, first: Evaluation | None) -> MetricsFiles:
         """Create the files of the run. `first`: the evaluation before the first step of this call, if one was due."""
@@ -197,7 +220,8 @@ class Steps:
         with self._warning_of(self._run_dir.plan):
             plan = plan_of(self._session.model)
             endurance = endurance_of(self._config.memory.ssd_directories, self._mesh.everyone.nodes)
-            record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
+            record = {**plan_record(plan), "reasons": [*plan.reasons, *self._chosen.reasons]}
+            record |= {"timeline": self._chosen.predicted, "not_predicted": self._chosen.not_predicted}
             record |= {"machine": machine_record(), "endurance": endurance and asdict(endurance)}
             write_durably(self._run_dir.plan, as_lines(record).encode())
 
@@ -240,6 +264,8 @@ class Steps:
         assert self._evaluator is not None
         found = self._evaluator.measure(self._session, step)
         self._losses.append((step, found.loss))
+        self._evaluation_s = found.seconds
+        self._evaluated_s += found.seconds
         say(self._console, str(found))
         return found
 
@@ -312,7 +338,7 @@ class Steps:
     def _show_end(self, result: TrainResult) -> None:
         lines = [
             f"Steps {result.first_step} to {result.last_step}: loss {result.first_loss:.4f} ->"
-            f" {result.final_loss:.4f}, {result.tokens_per_s:,.0f} tokens/s. Metrics: {self._run_dir.metrics}",
+            f" {result.final_loss:.4f}, {format_rate(result.tokens_per_s)} tokens/s. Metrics: {self._run_dir.metrics}",
             f"Fetching: weights were {summary(result.accesses)}.",
         ]
         if self._config.trace is not None and result.last_step >= result.first_step + self._config.trace_step - 1:
@@ -322,8 +348,6 @@ class Steps:
             best = result.best_step
             if self._config.keep_best and best not in (None, result.last_step):
                 lines.append(f"Best evaluation: after step {best}, {self._run_dir.checkpoint(best)}")
-        elif result.stopped_by is None:
-            lines.append("No checkpoint was saved (--no-save-at-end): the trained weights are not kept.")
         if result.stopped_by is not None:
             lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}")
         say(self._console, *lines)

@@ -3,7 +3,7 @@
 `tokens` has every token of every document, in order: id, or ~id if the loss does not count it, in 16 or 32 bits. `ends`
 has the end of each document, int64. `about.json` has all other facts, and a hash of each of the three. The directory's
 name is a hash of everything that decides the tokens: the content of the files, the tokenizer, the column. The directory
-appears complete or not at all. Data and tokens are read whole each time they are opened, to compare the hashes.
+appears complete or not at all. Data and tokens are read whole when they are opened, to compare the hashes.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,14 +23,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pagoda.checkpoint.directory import committed
+from pagoda.config.reading import Reading
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import read_regular, sync_descriptor, write_durably
 from pagoda.memory.forms import whole, with_hash
+from pagoda.models.build import model_directory
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.records import Document
 from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
-from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
+from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer, open_tokenizer
 
 _FORMAT = 9
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
@@ -72,9 +75,32 @@ class Tokens:
     """Signed integers [tokens]: id, or ~id if the loss does not count the token."""
     ends: npt.NDArray[np.int64]
     """The end of each document, [documents]."""
+    key: str = ""
+    """The name of their cache entry."""
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+class DataSets:
+    """The data sets of a command. Each is opened once, because their files and tokens are then read whole."""
+
+    def __init__(self, config: Reading, console: Console) -> None:
+        self._config, self._console = config, console
+        self._opened: dict[str, Tokens] = {}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ConfigError."""
+        return open_tokenizer(model_directory(self._config.model), self._config.tokenizer)
+
+    def open(self, name: str, key: str | None = None) -> Tokens:
+        """The tokens of a data set. `key` is that of its tokens, if another rank has opened it. Raises like
+        `open_tokens`."""
+        if name not in self._opened:
+            how = self._config.cache, self._config.column, self._console, self._config.skip_bad, key
+            self._opened[name] = open_tokens(name, self.tokenizer, *how)
+        return self._opened[name]
 
 
 def open_tokens(
@@ -84,18 +110,23 @@ def open_tokens(
     column: str | None = None,
     console: Console | None = None,
     skip_bad: bool = False,
+    key: str | None = None,
 ) -> Tokens:
     """The tokens of `--data` (file, folder, glob, or "stdlib"). They are computed now if they are not in the cache.
 
     `column` has the text or the conversation of a record. Progress is shown on `console`. Without a tokenizer, tokens
-    are bytes. With `skip_bad`, records that cannot be used are left out.
+    are bytes. With `skip_bad`, records that cannot be used are left out. If there is an entry `key` in the cache, its
+    tokens are taken, and the files are not read.
 
     Raises ConfigError if the data cannot be read or contains no text, and StorageError if the cache cannot be written.
     """
     tokenizer = tokenizer or ByteTokenizer()
     source = find(name, column, skip_bad)
     root = cache or hardware_file().parent / "tokens"
-    place = root / _key(source, tokenizer)
+    place = root / (key or "")
+    if key is None or not place.exists():
+        before = _stamps(source)
+        place = root / _key(source, tokenizer)
     if not place.exists():
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -103,7 +134,7 @@ def open_tokens(
                 if not place.exists():
                     with committed(place) as folder:
                         _Writer(folder, source, tokenizer).write(console or Console(quiet=True))
-                        if _key(source, tokenizer) != place.name:
+                        if _stamps(source) != before:
                             raise ConfigError(f"data {name!r} changed while it was read: try again once it is written")
         except OSError as error:
             raise StorageError(
@@ -129,7 +160,7 @@ def _opened(place: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
         raise ConfigError(f"the tokens in {place} are damaged ({error}): delete that directory") from error
     known.source, known.tokenizer = source.name, tokenizer.name
     known.seen.skipped = [*source.skipped, *known.seen.skipped]
-    return Tokens(known, ids, ends)
+    return Tokens(known, ids, ends, place.name)
 
 
 def _key(source: Source, tokenizer: Tokenizer) -> str:
@@ -144,6 +175,19 @@ def _key(source: Source, tokenizer: Tokenizer) -> str:
         files.append((os.path.realpath(path), content))
     facts = [_FORMAT, files, source.records, source.column, source.skip_bad, tokenizer.key, np.little_endian]
     return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+
+
+def _stamps(source: Source) -> list[tuple[int, ...] | None]:
+    """What the file system says of each file. It differs once a file has changed."""
+    found: list[tuple[int, ...] | None] = []
+    for path in source.files:
+        try:
+            status = path.stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return found
 
 
 class _Writer:

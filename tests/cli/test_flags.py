@@ -22,7 +22,7 @@ OF_A_RUN = {
     "download", "data", "column", "skip_bad", "tokenizer", "cache",
     "eval_data", "eval_share", "eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt",
     "sample_tokens", "packing", "tokens_per_step", "epochs", "config", "log", "seed", "out", "resume", "checkpoint",
-    "save_at_end", "trace_step",
+    "save_at_end", "trace_step", "verbose",
     # Which values states take, not how many.
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
     "optim.schedule", "optim.min_lr_ratio",

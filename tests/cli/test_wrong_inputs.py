@@ -47,8 +47,8 @@ WRONG = {
     # memory, optimizers and adapters; what needs no data is refused before they are read
     f"{CHATS} --memory.host lots": "--memory.host: 'lots' is not a size",
     f"{CHATS} --memory.host 10KiB": r"does not fit: .* short\. Raise --memory\.host, or add --memory\.ssd DIR",
-    f"{TRAIN} --data none.jsonl --memory.ssd none/x": r"'none/x' cannot be used: .*Create it, or change --memory\.ssd",
-    f"{TRAIN} --data none.jsonl --optimizer adamx": "--optimizer adamx is unknown: use one of adamw",
+    f"{TRAIN} --data none.jsonl --memory.ssd none/x": r"none/x cannot be used: .*create it .* in --memory\.ssd",
+    f"{CHATS} --optimizer adamx": "--optimizer adamx is unknown: use one of adamw",
     f"{TRAIN} --data none.jsonl --lora.rank 8": r"adapters need peft: pip install",
     # other commands
     "generate none --prompt hi": "none is neither a run nor a Hugging Face directory: name the --out",

@@ -24,6 +24,7 @@ from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
 from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.report import as_json, show
 from pagoda.forecast.wear import wear
+from pagoda.memory.sizes import format_rate
 from pagoda.models.build import build_model
 from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.models.papers import PAPER_SHAPES, gpt_of_step
@@ -156,7 +157,7 @@ def test_advice_is_what_planning_with_it_gives() -> None:
     assert 0 < len(advice) <= 3
     roomy = made(host="300MiB")
     line = next(line for line in advice if line.startswith("Twice the RAM"))
-    assert f"{roomy.tokens_per_s:,.0f} tokens/s" in line
+    assert f"{format_rate(roomy.tokens_per_s)} tokens/s" in line
 
 
 def test_moments_of_8_bits_are_advised_where_they_help() -> None:
@@ -164,7 +165,7 @@ def test_moments_of_8_bits_are_advised_where_they_help() -> None:
     eight = made(host="150MiB", plan="usual", optim=StatesConfig(moments="8bit"))
     assert eight.tokens_per_s > 1.5 * tight.tokens_per_s
     line = next(line for line in advise(tight) if line.startswith("8-bit moments (--optim.moments 8bit)"))
-    assert f"{eight.tokens_per_s:,.0f} tokens/s" in line
+    assert f"{format_rate(eight.tokens_per_s)} tokens/s" in line
     assert not any("8-bit" in line for line in advise(eight))
 
 
@@ -212,7 +213,7 @@ def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypat
 
     line = next(line for line in advise(of(1)) if line.startswith("Twice the sequences"))
     larger = of(2)
-    assert f", {larger.tokens_per_s:,.0f} tokens/s." in line
+    assert f", {format_rate(larger.tokens_per_s)} tokens/s." in line
     assert larger.share_of_peak < 0.6  # what products of matrices reach of the GPU's peak
 
 

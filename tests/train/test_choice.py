@@ -100,7 +100,7 @@ def test_what_no_plan_can_hold_is_refused_before_anything_is_written(config: Tra
 
 def test_a_measured_machine_runs_what_is_forecast_and_says_so(config: TrainConfig) -> None:
     write_hardware(SMALL, hardware_file())
-    open_config = replace(config, batch_size=2, activations="auto", batch_tiles="auto", tile_limit="8KiB")
+    open_config = replace(config, batch_size=2, activations="auto", batch_tiles="auto", tile_limit="8KiB", verbose=True)
     result, shown = trained(open_config)
     asked = plan_config(open_config, open_mesh())
     predicted = forecast(asked, find_machine_for(asked), measure=False)

@@ -1,11 +1,14 @@
 """A model and data are enough: what is chosen is sensible, said, and the same when it is given."""
 
 import io
+import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,12 +20,15 @@ from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.mesh.mesh import open_mesh
+from pagoda.models.build import positions_of
 from pagoda.models.lora import LoraConfig
 from pagoda.train import OptimConfig, TrainConfig, defaults, run
 from pagoda.train.defaults import completed
+from pagoda.train.inputs import rows_of
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.settings_file import read_settings
+from pagoda.train.tokens import DataSets
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
 from tests.tiny import write_model
 
@@ -36,6 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats(120)])
     write_lines(folder / "two.jsonl", [{"messages": chat} for chat in chats(2)])
     return folder
+
+
+def choices(config: TrainConfig, console: Console) -> TrainConfig:
+    """All settings of a run."""
+    return completed(config, DataSets(config, console), open_mesh(), console)
 
 
 def run_of(folder: Path, **given: Any) -> tuple[Any, str]:
@@ -60,9 +71,9 @@ def test_a_model_and_data_are_enough(
     assert config.optim.lr == 2e-5
     assert (config.seq_len, config.batch_size, config.accumulation_steps, config.eval_share) == (128, 1, 1, 0.0)
     assert len(read_metrics(run_dir.metrics)) == config.steps == 6
-    assert "about 128 tokens a step (--tokens-per-step), as the usual epochs give fewer than 100 steps" in shown
+    assert "128 tokens a step (--tokens-per-step), so that the usual epochs give 6 steps" in shown
     assert "Run: 6 steps of 1 sequence (128 tokens), 3 epochs; step 1 shows" in shown
-    assert "Few steps: in fewer than 50, a model learns little. Give more data, --steps or --epochs" in shown
+    assert "learns little in fewer than 50: give more data, --steps or --epochs\n" in shown
     assert main(["generate", str(run_dir.path), "--prompt", "Hi", "--tokens", "2", "--checkpoint", "best"]) == 0
 
 
@@ -73,7 +84,7 @@ def test_tokens_of_a_step_go_by_the_size_of_the_data_and_warm_up_by_what_is_trai
 
     def chosen(**given: Any) -> TrainConfig:
         settings = {"model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "memory": Memory(host="64MiB")}
-        return completed(TrainConfig(**{**settings, "out": tmp_path / "run", **given}), open_mesh(), console)
+        return choices(TrainConfig(**{**settings, "out": tmp_path / "run", **given}), console)
 
     def of_step(config: TrainConfig) -> int:
         return config.batch_size * config.accumulation_steps * config.seq_len
@@ -100,7 +111,7 @@ def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restar
     for chosen in (
         "--optim.lr 2e-05: usual for all of a pretrained model with adamw",
         "--batch-size 8: activations take about",
-        "--accumulation-steps 1: about 512 tokens a step (--tokens-per-step)",
+        "--accumulation-steps 1: 512 tokens a step (--tokens-per-step)",
         "--eval-share 0.05: of",
         "--steps 3: 0.05 epochs of",
     ):
@@ -122,7 +133,7 @@ def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> N
     console = Console(file=io.StringIO(), width=300)
 
     def rate(**given: Any) -> float | None:
-        return completed(TrainConfig(**{**one, **given}), open_mesh(), console).optim.lr
+        return choices(TrainConfig(**{**one, **given}), console).optim.lr
 
     assert [rate(optimizer=name) for name in ("adamw", "lion", "sgd")] == [2e-5, 4e-6, 3e-4]
     assert "a guess: sgd may need another" in console.file.getvalue()
@@ -130,12 +141,111 @@ def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> N
     assert rate(lora=LoraConfig(rank=2)) == 2e-4
 
 
+SAID = re.compile(r"Chosen: (--[\w.-]+) (\S+): (.*)")
+
+
+@pytest.mark.parametrize("given", [
+    {"data": "chats.jsonl"},
+    {"data": "chats.jsonl", "seq_len": 32, "epochs": 0.5, "eval_share": 0.0},
+    {"data": "chats.jsonl", "seq_len": 64, "tokens_per_step": 4096, "eval_every": 2},
+    {"data": "two.jsonl", "eval_data": "chats.jsonl", "eval_rows": 8},
+    {"data": "text.txt", "steps": 10_000, "eval_share": 0.5},
+    {"data": "text.txt", "steps": 300, "batch_size": 2, "accumulation_steps": 4},
+    {"data": "short.txt", "model": "random", "eval_share": 0.0},
+    {"data": "text.txt", "model": "random", "lora": LoraConfig(rank=2), "tokenizer": "bytes"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_every_reason_of_a_choice_is_true_of_it(
+    given: dict[str, Any], ranks: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults, "ranks_with_batches", lambda *_: ranks)
+    (folder / "short.txt").write_text("the data are few" * 100)
+    shown = io.StringIO()
+    files = {name: str(folder / given[name]) for name in ("data", "eval_data", "model") if name in given}
+    asked = TrainConfig(**{"model": str(folder / "model"), "memory": Memory(host="64MiB"), **given, **files})
+    chosen = choices(asked, Console(file=shown, width=300))
+    said = {flag: (value, why) for flag, value, why in SAID.findall(shown.getvalue())}
+    assert {"--optim.lr"} <= said.keys()
+    a_step = chosen.batch_size * chosen.accumulation_steps * ranks
+    tokens = DataSets(asked, Console(quiet=True)).open(chosen.data)
+    rows = len(rows_of(chosen, tokens))
+    left = rows - round(rows * chosen.eval_share)
+    usual = min(asked.epochs or 9, 3.0 if tokens.about.chats else 1.0)
+    for flag, (value, why) in said.items():
+        numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*(?=[ %]|$)", why)]
+        match flag:
+            case "--steps":
+                epochs, sequences, each, *_ = numbers
+                assert (sequences, each, int(value.replace(",", ""))) == (left, a_step, chosen.steps)
+                assert (chosen.steps - 1) * each < epochs * sequences <= chosen.steps * each
+                assert ("learns little" in why) == (chosen.steps < 50)
+            case "--optim.warmup-steps":
+                assert numbers[0] == pytest.approx(100 * chosen.optim.warmup_steps / chosen.steps, abs=0.05)
+                assert ("the most by default" in why) == (chosen.optim.warmup_steps == 100)
+            case "--accumulation-steps" if "tokens a step" in why:
+                assert numbers[0] == a_step * chosen.seq_len
+                assert numbers[1:] == [math.ceil(usual * left / a_step)] * ("usual epochs" in why)
+            case "--seq-len":
+                if "conversations" in why:
+                    assert numbers[0] == int(100 * (np.diff(tokens.ends, prepend=0) <= chosen.seq_len).mean())
+                elif "the data" in why:
+                    assert numbers == [len(tokens)]
+                    assert len(tokens) < 8 * 2 * chosen.seq_len < 8 * 2048
+                else:
+                    assert chosen.seq_len == (positions_of(chosen.model) if "positions" in why else 1024)
+            case "--eval-every":
+                assert numbers[0] == 1 + math.ceil(chosen.steps / chosen.eval_every)
+            case "--eval-rows":
+                forwards = (1 + math.ceil(chosen.steps / chosen.eval_every)) * math.ceil(
+                    min(chosen.eval_rows, rows - left or chosen.eval_rows) / chosen.batch_size / ranks
+                )
+                passes = chosen.steps * chosen.accumulation_steps
+                assert numbers[0] == pytest.approx(50 * forwards / passes, abs=0.51)
+
+
+def test_a_step_is_so_small_that_the_epochs_give_the_steps_that_are_promised(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks in (1, 2, 3):
+        monkeypatch.setattr(defaults, "ranks_with_batches", lambda *_, ranks=ranks: ranks)
+        asked = TrainConfig(model=str(folder / "model"), data=str(folder / "chats.jsonl"), seq_len=32, eval_share=0.0)
+        chosen = choices(asked, Console(quiet=True))
+        assert chosen.steps >= 100 or chosen.batch_size * chosen.accumulation_steps == 1, "a sequence for each rank"
+
+
+def test_advice_against_few_steps_gives_more_of_them(folder: Path) -> None:
+    shown = io.StringIO()
+    asked = TrainConfig(model=str(folder / "model"), data=str(folder / "chats.jsonl"), seq_len=32, tokens_per_step=4096)
+    few = choices(asked, Console(file=shown, width=300)).steps
+    assert few < 50
+    assert "give more data, --steps or --epochs, or fewer --tokens-per-step" in shown.getvalue()
+    for advice in ({"epochs": 9.0}, {"tokens_per_step": 512}):
+        assert choices(replace(asked, **advice), Console(quiet=True)).steps > few
+    shown = io.StringIO()
+    choices(replace(asked, steps=8), Console(file=shown))
+    assert "learns little" not in shown.getvalue(), "the user wants these"
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(5, 20), (50, 20), (400, 20), (400, 2000), (10_000, 300)])
+def test_evaluations_take_at_most_a_tenth_of_the_time_of_a_run_that_is_not_tiny(steps: int, rows: int) -> None:
+    """A forward and its backward take at least as long as two forwards."""
+    for batch, passes in ((1, 1), (4, 2), (16, 1)):
+        asked = TrainConfig(model="gpt2", steps=steps, batch_size=batch, accumulation_steps=passes, eval_share=0.5)
+        chosen, _ = defaults._evaluations(asked, 1, rows)
+        evaluations = 1 + math.ceil(steps / chosen.eval_every)
+        forwards = evaluations * math.ceil(min(chosen.eval_rows, rows) / batch)
+        assert forwards <= max(2, 0.2 * steps * passes)
+        assert 2 <= evaluations <= 11
+        given = replace(asked, eval_every=3, eval_rows=7)
+        assert defaults._evaluations(given, 1, rows) == (given, [])
+
+
 def test_each_stage_of_a_pipeline_has_a_micro_batch(folder: Path, tmp_path: Path) -> None:
     given = {"data": str(folder / "text.txt"), "seq_len": 64, "tokens_per_step": 512, "steps": 1, "eval_share": 0.0}
     shapes = []
     for stages in (1, 4):
         config = TrainConfig(model=str(folder / "model"), out=tmp_path / "run", pipeline_parallel=stages, **given)
-        chosen = completed(config, open_mesh(), Console(file=io.StringIO()))
+        chosen = choices(config, Console(file=io.StringIO()))
         shapes.append((chosen.batch_size, chosen.accumulation_steps))
     assert shapes == [(8, 1), (2, 4)]
 
@@ -213,7 +323,9 @@ def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path)
 
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match=r"activations of one sequence.*smaller --seq-len.*--memory.ssd"):
+    with pytest.raises(
+        BudgetError, match=r"activations of one sequence.*smaller --seq-len, or a larger --memory.activations"
+    ):
         run_of(folder, data=str(folder / "text.txt"), out=tmp_path / "run", memory=Memory(activations="4KiB"))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="not both"):

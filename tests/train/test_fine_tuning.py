@@ -93,7 +93,7 @@ DATA = pytest.mark.parametrize("data", [pytest.param("texts.jsonl", marks=pytest
 def test_the_first_losses_are_those_of_transformers_on_the_documents(data: str, folder: Path, tmp_path: Path) -> None:
     """Of every document by itself: packing changes nothing but the speed. Bits per byte are those of the text."""
     other = str(folder / data.replace("texts", "other"))
-    config = config_of(folder, data, tmp_path / "run", steps=1, eval_data=other)
+    config = config_of(folder, data, tmp_path / "run", steps=1, eval_data=other, eval_rows=256)
     (loss,), (first, _), shown = trained(config)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     batches, evaluated = batches_of(config, config.data), batches_of(config, other)

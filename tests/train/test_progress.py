@@ -1,36 +1,39 @@
 """Progress: a bar on a terminal, a plain line every few steps elsewhere."""
 
 import io
-import time
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from pagoda.train import run
-from pagoda.train.metrics import read_metrics
-from pagoda.train.progress import Progress
-from tests.tiny import tiny_run
+from pagoda.config.memory import Memory
+from pagoda.memory.sizes import format_rate
+from pagoda.train import run, steps
+from pagoda.train.evaluate import Evaluation, Evaluator
+from pagoda.train.metrics import StepMetrics, read_metrics
+from pagoda.train.progress import Progress, expected
+from pagoda.train.session import Session
+from tests.tiny import tiny_run, trained, write_model
 from tests.train.test_metrics import METRICS
 
 
 def shown(steps: int, done: int, *, terminal: bool) -> str:
-    """What steps of 2 s show, with evaluations of 1 s between them."""
+    """What steps of 2 s show, with evaluations of 1 s."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=120)
-    with pytest.MonkeyPatch.context() as patched, Progress(console, steps, done) as progress:
-        began = time.monotonic()
+    with Progress(console, steps, done) as progress:
         for step in range(done + 1, steps + 1):
-            patched.setattr(time, "monotonic", lambda now=began + 3 * (step - done) - 1: now)
-            progress.show(replace(METRICS, step=step, step_s=2.0, stall_s={"h2d": 0.0, "ssd_read": 0.5}))
+            metrics = replace(METRICS, step=step, step_s=2.0, stall_s={"h2d": 0.0, "ssd_read": 0.5})
+            progress.show(metrics, 2.0 * (steps - step))
     return stream.getvalue()
 
 
 def test_loss_speed_stalls_and_time_left_are_shown() -> None:
     lines = shown(steps=40, done=0, terminal=False).splitlines()
     assert lines[0] == "step 1/40  loss 2.5000  1,024 tokens/s  stalls 25% (ssd_read)  0:01:18 left"
-    assert lines[1].endswith("  0:01:39 left")
     assert [line.split()[1] for line in lines[1:]] == [f"{step}/40" for step in range(4, 41, 4)]
     assert lines[-1].endswith("0:00:00 left")
     resumed = shown(steps=12, done=9, terminal=False).splitlines()
@@ -67,3 +70,58 @@ def test_a_run_goes_on_without_its_output_and_writes_it_to_a_file(
     assert (config.out / "checkpoints" / "step-000002").is_dir()
     assert capsys.readouterr().err.count(f"{error}: the run continues") == 1
     assert "step 2/2" in (config.out / "output.txt").read_text()
+
+
+def test_few_lines_come_before_the_first_step_and_the_reasons_are_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    memory = Memory(host="600KiB", ssd=str(tmp_path / "ssd"), unit_limit="16KiB", page_size="4KiB")
+    model = write_model(tmp_path / "model")
+    config = tiny_run(tmp_path, model=model, plan="usual", steps=1, batch_size=0, eval_share=0.2, memory=memory)
+    result, brief = trained(config)
+    assert result is not None
+    before = brief.partition("step 1/")[0]
+    assert len(before.splitlines()) <= 36
+    reasons = json.loads((config.out / "plan.json").read_text())["reasons"]
+    assert [*result.plan.reasons] == reasons[:-1]
+    assert "% of the" in reasons[-1], "the wear of the drive, which is far less than 1%"
+    assert not any(reason.rstrip(".") in before for reason in reasons)
+    _, long = trained(replace(config, out=tmp_path / "verbose", verbose=True))
+    assert all(reason.rstrip(".") in " ".join(long.split()) for reason in reasons)
+
+
+def test_time_that_is_left_counts_evaluations_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1 s, and evaluations of 10 s before the first, after every second one and after the last."""
+    now, left = [0.0], []
+
+    def step(self: Session, step: int) -> StepMetrics:
+        now[0] += 1.0
+        return replace(METRICS, step=step + 1, step_s=1.0)
+
+    def measure(self: Evaluator, session: Session, step: int) -> Evaluation:
+        now[0] += 10.0
+        return Evaluation(
+            step=step, loss=1.0, perplexity=3.0, bits_per_byte=1.0, sequences=1, tokens=1, data="", seconds=10.0
+        )
+
+    monkeypatch.setattr(Session, "step", step)
+    monkeypatch.setattr(Evaluator, "measure", measure)
+    monkeypatch.setattr(steps.Steps, "_write_timeline", lambda *_: None)
+    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Progress, "show", lambda self, metrics, left_s: left.append(left_s))
+    trained(tiny_run(tmp_path, plan="usual", steps=5, eval_share=0.2, eval_every=2, save_at_end=False))
+    assert left == pytest.approx([34.0, 33.0, 22.0, 21.0, 10.0])
+
+
+@pytest.mark.parametrize(
+    ("samples", "rows", "said"),
+    [(1, 40_000, "10 steps of 1 sequence (8 tokens), 0.025% of an epoch;"), (4, 40, "(32 tokens), 1 epoch;")],
+)
+def test_what_a_run_reads_of_its_data_is_said_in_few_digits(samples: int, rows: int, said: str) -> None:
+    batches = SimpleNamespace(samples_per_step=samples, tokens_per_step=8 * samples, rows=range(rows))
+    assert said in expected(batches, 10, 0, None, evaluates=False)
+    assert expected(batches, 10, 0, 360.0, evaluates=True).endswith("; about 1:00:00, without evaluations")
+
+
+@pytest.mark.parametrize(("rate", "said"), [(0.8241, "0.82"), (1.0, "1.00"), (12.34, "12.3"), (1234.5, "1,234")])
+def test_rates_have_three_digits(rate: float, said: str) -> None:
+    assert format_rate(rate) == said

@@ -21,6 +21,7 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.record import as_lines
 from pagoda.memory.forms import whole
 from pagoda.memory.sizes import format_bytes
+from pagoda.models.lora import LoraConfig
 from pagoda.schedule.served import add_counts, hit_rate
 from pagoda.train.report import report
 from pagoda.train.run_dir import RunDir
@@ -103,6 +104,24 @@ def test_lanes_are_drawn_as_predicted_above_as_measured(directory: Path, page: s
     assert both.count(">compute<") == 2, "the lanes of both"
     assert '<td class="number">300.0 ms</td>' in page
     assert "Nothing was predicted" not in page
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"plan": "usual"}, "--plan usual takes the planner&#x27;s first choice"),
+        ({"lora": LoraConfig(rank=2)}, "--lora.rank trains adapters"),
+        ({}, "this machine was not measured"),
+    ],
+    ids=["usual", "adapters", "not measured"],
+)
+def test_the_page_says_why_nothing_was_predicted(
+    settings: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    trained(tiny_run(tmp_path, steps=1, **settings))
+    assert "Nothing was predicted: " in (found := report(tmp_path / "run"))
+    assert why in found
 
 
 def test_a_plan_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

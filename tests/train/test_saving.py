@@ -89,7 +89,7 @@ def test_the_best_checkpoint_is_one_of_the_last_or_one_more(
 def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     memory = Memory(host="300KiB", ssd=str(tmp_path / "ssd"), unit_limit="16KiB", page_size="4KiB")
-    config = replace(config, checkpoint_every=0, memory=memory, steps=1)
+    config = replace(config, checkpoint_every=0, memory=memory, steps=1, verbose=True)
     result, shown = trained(config)
     assert result is not None
     needed = sum(pages for line, pages in result.plan.bytes["ssd"].items() if line not in ("spare", "undo"))

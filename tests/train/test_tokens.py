@@ -3,6 +3,7 @@
 import bz2
 import errno
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -11,7 +12,7 @@ import signal
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
@@ -25,11 +26,12 @@ from pagoda.errors import ConfigError, StorageError
 from pagoda.train import tokens as tokens_module
 from pagoda.train.records import Document, read_records
 from pagoda.train.seen import Seen
+from pagoda.train.session import Session
 from pagoda.train.sources import find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 from tests.text_files import CHATML, TEXT, chats, tokenizer, write_lines, write_pretrained
-from tests.tiny import write_model
+from tests.tiny import tiny_run, trained, write_model
 
 
 @pytest.fixture(scope="module")
@@ -539,3 +541,38 @@ def test_columns_without_a_name_may_be_several(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,,\none,,\n")
     found = read_records(tmp_path / "a.csv", Seen(), lambda _: None)
     assert [document.text for document in found] == ["one"]
+
+
+def test_a_run_reads_data_and_tokens_once_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the reading that tokenises them."""
+    hashed: list[str] = []
+    opened: list[str] = []
+    digest, open_entry = hashlib.file_digest, tokens_module._opened
+
+    def counted(file: BinaryIO, kind: object) -> object:
+        hashed.append(Path(file.name).name)
+        return digest(file, kind)
+
+    def counted_too(place: Path, *others: object) -> Tokens:
+        opened.append(place.name)
+        return open_entry(place, *others)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    monkeypatch.setattr(tokens_module, "_opened", counted_too)
+    other = tmp_path / "other"
+    other.write_text("another text that has a few sequences. " * 20)
+    monkeypatch.setattr(Session, "step", interrupted)
+    config = tiny_run(tmp_path, steps=0, seq_len=0, batch_size=0, eval_data=str(other), cache=tmp_path / "cache")
+    for _ in "in the cache or not":
+        hashed.clear()
+        opened.clear()
+        with pytest.raises(KeyboardInterrupt):
+            trained(config)
+        assert sorted(hashed) == ["other", "text"]
+        assert len(opened) == 2
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,116 @@
+"""Advice can be followed: its flags are accepted, and planning with them gives what it says."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pagoda.cli.main import parse
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.advice import advise
+from pagoda.forecast.forecast import Forecast, forecast
+from pagoda.forecast.machine import Machine
+from pagoda.memory.sizes import format_rate
+from pagoda.plan.ranks import Ranks
+from pagoda.simulate.machines import find_machine
+from pagoda.simulate.timeline import COMPUTE
+
+from .machines import GIB, MIB, SMALL, figure
+
+CARD = find_machine("rtx4090").with_gpus(1)
+MACHINES = {
+    "cpu": Machine(SMALL, here=False),
+    "no drive": Machine(replace(SMALL, ssd=None), here=False),
+    "gpu": Machine(
+        replace(
+            CARD,
+            cpu=replace(CARD.cpu, memory_bytes=figure(0.5 * GIB)),
+            device=replace(CARD.device, memory_bytes=figure(GIB + 256 * MIB)),
+        ),
+        here=False,
+    ),
+    "ranks": Machine(find_machine("a100-40gx8"), False, Ranks(8, 8)),
+}
+ASKED = [
+    (machine, f"--seq-len 128 {flags}")
+    for machine, flags in [
+        ("cpu", "--model gpt-4x256 --memory.host 150MiB"),
+        ("cpu", "--model gpt-4x256 --memory.host 150MiB --precision fp16"),
+        ("cpu", "--model gpt-4x256 --memory.host 150MiB --update async"),
+        ("cpu", "--model gpt-4x256 --memory.host 150MiB --clip-grad-norm None --batch-size 4"),
+        ("cpu", "--model llama-15m --memory.host 60MiB --lora.rank 4"),
+        ("cpu", "--model gpt-4x256 --memory.host 60MiB --memory.ssd 10MiB"),
+        ("cpu", "--model gpt-4x256 --memory.host 1MiB"),
+        ("cpu", "--model gpt-4x256 --memory.host 1MiB --optimizer muon"),
+        ("no drive", "--model gpt-4x256 --memory.host 100MiB"),
+        ("gpu", "--model gpt-4x256"),
+        ("gpu", "--model gpt-4x256 --optimizer lion --accumulation-steps 2"),
+        ("gpu", "--model gpt-4x256 --memory.device 8MiB"),
+        ("ranks", "--model gpt-4x256 --memory.host 1MiB"),
+        ("ranks", "--model gpt-4x256"),
+    ]
+]
+FLAG = re.compile(r"\((--[\w.-]+)(?: (\w+))?\)")
+
+
+def made(machine: str, flags: str) -> Forecast:
+    _, config = parse(["plan", "--plan", "usual", *flags.split()])
+    return forecast(config, MACHINES[machine], measure=False)
+
+
+@pytest.mark.parametrize(("machine", "flags"), ASKED)
+def test_advice_that_is_followed_is_accepted_and_gives_what_it_says(machine: str, flags: str) -> None:
+    one = made(machine, flags)
+    lines = advise(one)
+    assert lines
+    for line in lines:
+        if (found := FLAG.search(line)) is None:
+            continue
+        name, value = found.groups()
+        if value in (None, "SIZE", "DIR"):
+            size = re.search(r"(?:of|for) ([\d.]+ \w+) ", line.replace("for pages", ""))
+            assert size is not None, line
+            value = size[1].replace(" ", "")
+        other = made(machine, re.sub(rf"{re.escape(name)} \S+", "", flags) + f" {name} {value}")
+        assert other.fits, line
+        if (rate := re.search(r"([\d.,]+) tokens/s", line)) is not None:
+            assert rate[1] == format_rate(other.tokens_per_s), line
+        if "updates run during backward" in line:
+            assert other.plan.options.update_during_backward
+    if "Compute binds" in lines[0]:
+        assert one.timeline.binding_lane == COMPUTE
+
+
+@pytest.mark.parametrize(("machine", "flags"), [
+    ("cpu", "--batch-size 64 --activations keep"),
+    ("no drive", "--batch-size 64 --activations keep"),
+    ("gpu", "--activations keep --batch-size 32"),
+    ("gpu", "--batch-size 512 --sequence-tiles auto"),
+])  # fmt: skip
+def test_what_activations_without_room_are_advised_is_accepted(machine: str, flags: str) -> None:
+    flags = f"--model gpt-4x256 --seq-len 1024 {flags}"
+    refused = made(machine, flags)
+    assert isinstance(refused.refusal, BudgetError)
+    advice = str(refused.refusal).partition("pages. Use ")[2]
+    before = refused.activations.total
+    tried = {
+        "--seq-len": "128",
+        "--batch-size": "1",
+        "--activations": "recompute+offload",
+        "--sequence-tiles": "auto",
+    }
+    named = [name for name in tried if f"{name} " in f"{advice} ".replace(",", " ").replace(".", " ")]
+    assert "--seq-len" in named
+    for name in named:
+        other = made(machine, f"{flags} {name} {tried[name]}")
+        assert other.activations.total <= before
+        assert not isinstance(other.refusal, ConfigError) or isinstance(other.refusal, BudgetError)
+
+
+@pytest.mark.parametrize("flags", ["--lora.rank 4", "--optimizer adafactor"])
+def test_tiles_are_advised_only_where_they_are_accepted(flags: str) -> None:
+    """A large layer on a small device."""
+    asked = "--model llama-15m --seq-len 128 --memory.device 8MiB"
+    assert "--tile-limit" not in str(made("gpu", f"{asked} {flags}").refusal)
+    assert "tile_limit" in str(made("gpu", asked).refusal)
+    made("gpu", f"{asked} --tile-limit 1MiB")
