@@ -23,7 +23,7 @@ from pagoda.checkpoint.tensors import chunks
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
-from pagoda.memory.files import write_durably
+from pagoda.memory.files import copy_durably, inside, write_durably
 from pagoda.memory.identity import new_checkpoint_id
 from pagoda.optim.flat import join, weights_of
 from pagoda.plan.layout import WEIGHT
@@ -65,8 +65,8 @@ def export(
     it is complete.
 
     For a model with a peft adapter, this writes the adapter alone, for `peft.PeftModel.from_pretrained`. With `merge`,
-    it writes the model without adapter, after adding the adapter's contribution to the weights. Files in `beside`, such
-    as a tokenizer's, are copied into the directory. With `own_names`, or if the model is not from transformers, the
+    it writes the model without adapter, after adding the adapter's contribution to the weights. Files and folders in
+    `beside`, such as a tokenizer's, are copied into it. With `own_names`, or if the model is not from transformers, the
     whole model is written under the names that its parameters and buffers have in Python, without a configuration.
 
     By default, the weights have the values that the model computed with. `dtype` "fp32" writes the exact master; "bf16"
@@ -180,12 +180,13 @@ def _write(
             if record.get("generation_config"):
                 described["generation_config.json"] = record["generation_config"]
         for name, content in described.items():
-            write_durably(files.folder / name, json.dumps(content, indent=2).encode())
+            write_durably(files.folder / name, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _copy(files: Sequence[Path], folder: Path) -> None:
-    for file in files:
-        write_durably(folder / file.name, file.read_bytes())
+    with inside(folder) as descriptor:
+        for file in files:
+            copy_durably(file, descriptor)
 
 
 def _tensors(
@@ -304,13 +305,13 @@ def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[st
 
 
 def _config(record: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The model's config.json. The key-value cache, which training turns off, has the default of transformers."""
+    """The model's config.json."""
 
     def settings(given: dict[str, Any]) -> dict[str, Any]:
         kept = {key: settings(value) if isinstance(value, dict) else value for key, value in given.items()}
         if "dtype" in kept:
             kept["dtype"] = name
-        return {key: value for key, value in kept.items() if (key, value) != ("use_cache", False)}
+        return kept
 
     name = str(dtype).removeprefix("torch.")
     return {**settings(record["config"]), "architectures": [record["class"]], "dtype": name}

@@ -122,6 +122,8 @@ def adapted_as(model: Any, settings: dict[str, Any]) -> Any:
     """Add an adapter to `model`, with settings from `adapter_settings`. Its initial values do not depend on the
     weights."""
     package = peft()
+    if settings.get("megatron_config"):  # peft would import the module that `megatron_core` names
+        raise ConfigError("adapters of Megatron-Core's layers cannot be exported or merged: use save_pretrained.")
     own = {key: value for key, value in settings.items() if key not in (_NAMES, MERGED)}
     initial = {"init_lora_weights": True} if "init_lora_weights" in own else {}
     config = package.PeftConfig.from_peft_type(**{**own, **initial, "base_model_name_or_path": None})

@@ -325,5 +325,6 @@ class Steps:
         elif result.stopped_by is None:
             lines.append("No checkpoint was saved (--no-save-at-end): the trained weights are not kept.")
         if result.stopped_by is not None:
-            lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}")
+            flags = " ".join(["", *self._run_dir.foreign(self._config).values()])
+            lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}{flags}")
         say(self._console, *lines)
