@@ -15,10 +15,10 @@ from pagoda.checkpoint.directory import check_absent, committed
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.live import ModelTensors, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, TIES, skeleton, untied
-from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, listed
+from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, give, listed
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
-from pagoda.checkpoint.state import OF_WEIGHTS
+from pagoda.checkpoint.state import OF_WEIGHTS, named_tensors
 from pagoda.checkpoint.tensors import chunks
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError
@@ -26,6 +26,7 @@ from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import copy_durably, inside, write_durably
 from pagoda.memory.identity import new_checkpoint_id
 from pagoda.optim.flat import join, weights_of
+from pagoda.parameters.quantized import is_quantized
 from pagoda.plan.layout import WEIGHT
 
 _OWN_NAMES = (
@@ -128,6 +129,21 @@ def exported_by_reference(checkpoint: SavedCheckpoint) -> tuple[dict[str, LazyTe
     tensors, described = _tensors(weights, record, dtype, adapted)
     assert described is not None, "as `record`"
     return tensors, {**described, "config": _config(described, dtype)}
+
+
+def give_values(model: nn.Module, checkpoint: SavedCheckpoint) -> None:
+    """Give a model that is built like that of a checkpoint the values that it computed with. Quantized parameters keep
+    their own, because no checkpoint has them. The checkpoint must stay open until parameters that wait have been read.
+
+    Raises CheckpointError if the checkpoint lacks a parameter or buffer.
+    """
+    weights = _weights_in(checkpoint)
+    for name, tensor in named_tensors(model):
+        if is_quantized(tensor):
+            continue
+        if name not in weights.tensors[WEIGHT] and name not in weights.tensors[BUFFERS]:
+            raise CheckpointError(f"{weights.name} lacks {name!r} of its {type(model).__name__}: it is damaged")
+        give(tensor, _stored(weights, name, weights.dtype))
 
 
 def _check_not_quantized(weights: ModelTensors) -> None:

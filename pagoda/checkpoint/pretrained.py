@@ -105,7 +105,7 @@ def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTens
         if not present:
             continue
         _check_tied(directory, present, tensors)
-        _give(held[same[0]], tensors[present[0]])
+        give(held[same[0]], tensors[present[0]])
         given.update(same)
     if not given:
         raise ConfigError(
@@ -176,7 +176,8 @@ def _oriented(model: nn.Module, name: str, values: LazyTensor) -> LazyTensor:
     return turned
 
 
-def _give(tensor: torch.Tensor, values: LazyTensor) -> None:
+def give(tensor: torch.Tensor, values: LazyTensor) -> None:
+    """Let a parameter or buffer have these values. A parameter that waits reads them later."""
     tensor.__dict__.update(
         _is_hf_initialized=True
     )  # as from_pretrained does, so that transformers does not initialise it

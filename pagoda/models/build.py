@@ -9,6 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagoda.config.training import Precision
 from pagoda.errors import ConfigError, needed
 from pagoda.memory.files import read_regular
 from pagoda.models.hub import cached, how_to_download, is_hub_name
@@ -25,6 +26,7 @@ USE_CACHE = "_pagoda_use_cache"
 while the model trains."""
 _MOST_LAYERS = 10_000
 """More layers than any model has. A configuration with more is wrong, and its model would take hours to build."""
+_PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 _OF_LAYERS = re.compile(r"layer|depth|blocks$|experts$")
 """Settings that say how many modules a model has."""
 
@@ -108,6 +110,13 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
             f"{directory}: {model_class!r:.80} is not a model class. Correct architectures in config.json"
         )
     return _built(str(directory), build, config, directory)
+
+
+def precision_of(directory: Path) -> Precision:
+    """The precision that a directory's config.json names, or fp32. Raises ConfigError like `build_from_directory`."""
+    config = _read_configuration(directory)
+    named = str(getattr(config, "dtype", None) or config.get_text_config().dtype).removeprefix("torch.")
+    return _PRECISIONS.get(named, "fp32")
 
 
 def is_encoder_decoder(name_or_dir: str) -> bool:

@@ -16,7 +16,7 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.train.metrics import LINE_BYTES, StepMetrics
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first
-from pagoda.train.resume import CONFIG, SAMPLES_PER_STEP
+from pagoda.train.resume import CHAT, CONFIG, SAMPLES_PER_STEP
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session
 
@@ -101,6 +101,7 @@ class Saving:
         extra = {
             "step": step,
             CONFIG: config.settings(),
+            CHAT: batches.rows.tokens.about.chats,
             "text": batches.rows.tokens.about.fingerprint,
             "samples": batches.samples_before(step),
             SAMPLES_PER_STEP: batches.samples_per_step,
