@@ -108,8 +108,14 @@ def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
 
 
 def adapter_name(settings: dict[str, Any]) -> str:
-    """The name of the adapter with these `adapter_settings`. Raises ConfigError if there are several."""
-    names = settings[_NAMES]
+    """The name of the adapter with these `adapter_settings`. Raises ConfigError if there are several, or none, as in
+    checkpoints of earlier versions."""
+    names = settings.get(_NAMES) or ()
+    if not names:
+        raise ConfigError(
+            "The checkpoint does not name its adapter: an earlier version of Pagoda wrote it. Export it with that "
+            "version, or resume it here and save it again."
+        )
     if len(names) > 1:
         raise ConfigError(
             f"The model has the adapters {', '.join(names)}, and only a single one can be exported or merged. "

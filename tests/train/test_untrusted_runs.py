@@ -107,7 +107,7 @@ def test_a_run_writes_to_no_directory_that_only_its_file_names(
     assert resumed(directory) == 2
     assert f"add --memory.ssd {tmp_path / 'precious'} --cache {tmp_path / 'new'}" in capsys.readouterr().err
     assert content_of(directory) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["run", "precious"] or not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists()
     assert not [*(tmp_path / "precious").iterdir()]
     assert resumed(directory, "--memory.ssd", str(tmp_path / "precious"), "--cache", str(tmp_path / "new")) == 0
 
@@ -141,8 +141,7 @@ def test_a_file_that_is_written_in_place_must_not_be_a_link(
     assert resumed(directory) == 2
     assert f"--out {directory} cannot be used" in capsys.readouterr().err
     link(precious, directory / "output.txt")
-    console = Console(file=open(os.devnull))  # noqa: SIM115: it cannot be written
-    with lasting(console) as output:
+    with open(os.devnull) as unwritable, lasting(Console(file=unwritable)) as output:
         output.instead = directory / "output.txt"
         output.write("more")
         output.write("more")
@@ -173,7 +172,7 @@ def test_an_export_has_no_file_to_which_a_link_of_the_run_leads(directory: Path,
 def test_a_report_waits_for_no_pipe_and_reads_no_endless_file(
     where: str, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_text("["  * 99_999)):
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_text("[" * 99_999)):
         (directory / where).unlink(missing_ok=True)
         make(directory / where)
         assert main(["report", str(directory)]) == 2
