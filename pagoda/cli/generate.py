@@ -86,8 +86,9 @@ def _opened(weights: Path, config: GenerateConfig) -> _Source:
     extra, record = checkpoint.manifest["extra"], checkpoint.manifest.get("model")
     trained = TrainConfig.from_settings(extra[CONFIG]) if isinstance(extra, dict) and CONFIG in extra else None
     tiles = Tiles() if trained is None else replace(trained.part(Tiles), batch_tiles=None)
-    adapted = isinstance(record, dict) and ADAPTER in record
-    if adapted and (record.get(QUANTIZED) or not limit):  # tiles are of layers without adapters: then they are merged
+    if (
+        isinstance(record, dict) and ADAPTER in record and (record.get(QUANTIZED) or not limit)
+    ):  # tiles are of layers without adapters: then they are merged
         model = _with_adapter(checkpoint, trained, config)
     else:
         model = load(weights)
