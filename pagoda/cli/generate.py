@@ -86,12 +86,10 @@ def _opened(weights: Path, config: GenerateConfig) -> _Source:
     extra, record = checkpoint.manifest["extra"], checkpoint.manifest.get("model")
     trained = TrainConfig.from_settings(extra[CONFIG]) if isinstance(extra, dict) and CONFIG in extra else None
     tiles = Tiles() if trained is None else replace(trained.part(Tiles), batch_tiles=None)
-    if (
-        isinstance(record, dict) and ADAPTER in record and (record.get(QUANTIZED) or not limit)
-    ):  # tiles are of layers without adapters: then they are merged
+    if isinstance(record, dict) and ADAPTER in record and (record.get(QUANTIZED) or not limit):
         model = _with_adapter(checkpoint, trained, config)
     else:
-        model = load(weights)
+        model = load(weights)  # adapters are merged, because only layers without them are cut into tiles
     chat = None if trained is None else extra.get(CHAT)
     computed = next(iter(checkpoint.tensors[WEIGHT].values())).dtype
     precision = next(name for name, dtype in DTYPES.items() if dtype is computed)

@@ -73,7 +73,8 @@ class RunDir:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise ConfigError(f"--out {self.path}: {existing} is a file, not a directory")
-        if links := [path for path in (self.checkpoints, self.tokenizer) if path.is_symlink()]:
+        inner = (self.checkpoints, self.tokenizer, self.path / "tensorboard")
+        if links := [path for path in inner if path.is_symlink()]:
             raise ConfigError(
                 f"--out {self.path}: {links[0].name} in it is a symbolic link, and a run writes only to its directory: "
                 "put the directory itself in its place, or move the whole run"
@@ -219,8 +220,9 @@ class RunDir:
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
                 with inside(self.path, self.tokenizer.name) as folder:
-                    for file in tokenizer:
-                        copy_durably(file, folder)
+                    for file in tokenizer:  # a run that is resumed keeps those with which it began
+                        if file.is_dir() or not (self.tokenizer / file.name).exists():
+                            copy_durably(file, folder)
             write_durably(self.settings, settings_as_yaml(config).encode())
 
     @contextmanager

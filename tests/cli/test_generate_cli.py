@@ -91,6 +91,7 @@ def test_an_export_of_a_resumed_run_is_that_of_an_uninterrupted_one_and_has_all_
     at_the_first_batch(lambda: signal.raise_signal(signal.SIGTERM), monkeypatch)
     assert main(work.args("-", *flags, **{**settings, "out": tmp_path / "cut"})) == 128 + signal.SIGTERM
     (model / "generation_config.json").unlink()
+    (model / "special_tokens_map.json").write_text("{} ")
     assert main(["train", "--resume", "--out", str(tmp_path / "cut")]) == 0
     found = []
     for name in ("whole", "cut"):
