@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, T5Config
 
 from pagoda.cli.main import main
@@ -158,15 +159,22 @@ def test_a_run_writes_again_what_it_wrote_in_its_last_sample(
     assert generated(capsys, *args, "--draw", "--seed", "2") == (before + sample["drawn"]).strip()
 
 
-def test_the_checkpoint_and_the_precision_are_said(
-    work: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_checkpoint_and_the_precision_are_said_and_are_true(
+    work: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def written(model: nn.Module, *_: Any, **__: Any) -> str:
+        return f"in {next(model.parameters()).dtype}"
+
+    monkeypatch.setattr("pagoda.train.generate.continued", written)
+    dtypes = {"fp32": "in torch.float32", "bf16": "in torch.bfloat16"}
     run, half = work.root / "run", tmp_path / "half"
     assert main(["export", str(run), str(half), "--dtype", "bf16"]) == 0
     places = {run: (run / "checkpoints" / "step-000004", "fp32"), work.root / "model": (work.root / "model", "fp32")}
     for source, (place, precision) in {**places, half: (half, "bf16")}.items():
         assert main(["generate", str(source), "--prompt", "a", "--tokens", "1", "--memory.host", "64MiB"]) == 0
-        assert capsys.readouterr().err.splitlines()[-1] == f"pagoda: reading {place}, computing in {precision}"
+        said = capsys.readouterr()
+        assert said.err.splitlines()[-1] == f"pagoda: reading {place}, computing in {precision}"
+        assert dtypes[precision] in said.out
 
 
 def test_a_run_with_adapters_writes_too_and_its_adapter_has_the_tokenizer(
