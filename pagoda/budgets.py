@@ -1,5 +1,6 @@
 """The memory that this machine gives to a run: budgets, the device for compute, and each rank's share."""
 
+import errno
 import os
 import shutil
 import warnings
@@ -70,6 +71,8 @@ def memory_of_rank(memory: Memory, world: World) -> Memory:
             size = _free_disk(path) // world.local_size
         try:
             mine.mkdir(exist_ok=True)
+            if mine.is_symlink():
+                raise OSError(errno.ELOOP, "it is a symbolic link", str(mine))
         except OSError as error:
             raise StorageError(f"The directory '{mine}' of a rank cannot be made: {error.strerror}.") from error
         parts.append(f"{mine}:{size}")

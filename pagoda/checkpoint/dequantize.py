@@ -15,6 +15,7 @@ import torch
 
 from pagoda.checkpoint.lazy import Deferred, LazyTensor, cat, stack
 from pagoda.errors import CheckpointError, ConfigError, needed
+from pagoda.memory.files import read_regular
 
 Parts = dict[str, LazyTensor]
 """End of a tensor's name -> tensor, of one parameter."""
@@ -45,7 +46,7 @@ def quantization_of(directory: Path) -> dict[str, Any] | None:
 
     Raises ConfigError for a method whose files cannot be read.
     """
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(read_regular(directory / "config.json"))
     text = config.get("text_config")
     settings: Any = config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
     if not settings:

@@ -5,6 +5,7 @@ import os
 import threading
 from pathlib import Path
 
+from pagoda.memory.files import open_regular
 from pagoda.memory.page import PAGE_ALIGN
 
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -28,9 +29,9 @@ class DirectFile:
         self._lock = threading.Lock()
         self._unsynced = 0
         self._direct: int | None = None
-        self._fd = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+        self._fd = open_regular(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if create else 0))
         try:
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+            self._direct = open_regular(path, os.O_WRONLY | os.O_DIRECT)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 self.close()

@@ -41,6 +41,8 @@ from pagoda.memory.ssd.tier import forget_commit
 _log = logging.getLogger("pagoda")
 
 FORMAT, VERSION = "pagoda-checkpoint", 5
+_MOST_BYTES = 1 << 30
+"""More bytes than a manifest has."""
 
 
 @contextmanager
@@ -255,22 +257,23 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises CheckpointError if it is missing, damaged, or not of this format."""
     path = directory / MANIFEST
     try:
-        content = json.loads(read_regular(path).decode())
+        content = dict(json.loads(read_regular(path, most_bytes=_MOST_BYTES)))
+        stored = {key: value for key, value in content.items() if key not in ("format", "version", "hash")}
+        hash_now = hash_of(stored)
     except OSError as error:
         raise CheckpointError(
             f"{directory} is not a checkpoint: {path.name} cannot be read ({error.strerror}). Name a directory that "
             "save_checkpoint has written, or for a command, a run of `pagoda train`"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:  # not an object, or nested too deeply
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a Pagoda manifest")
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has version {content.get('version')!r:.80}; this Pagoda reads version {VERSION}. Resume or export "
             "it with the Pagoda that wrote it."
         )
-    stored = {key: value for key, value in content.items() if key not in ("format", "version", "hash")}
-    if content.get("hash") != hash_of(stored):
+    if content.get("hash") != hash_now:
         raise CheckpointError(f"{path} is damaged: its hash does not match. Use another checkpoint")
     return stored

@@ -15,17 +15,18 @@ from pagoda.checkpoint.directory import check_absent, committed
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.live import ModelTensors, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, TIES, skeleton, untied
-from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, listed
+from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, give, listed
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
-from pagoda.checkpoint.state import OF_WEIGHTS
+from pagoda.checkpoint.state import OF_WEIGHTS, named_tensors
 from pagoda.checkpoint.tensors import chunks
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
-from pagoda.memory.files import write_durably
+from pagoda.memory.files import copy_durably, inside, write_durably
 from pagoda.memory.identity import new_checkpoint_id
 from pagoda.optim.flat import join, weights_of
+from pagoda.parameters.quantized import is_quantized
 from pagoda.plan.layout import WEIGHT
 
 _OWN_NAMES = (
@@ -65,8 +66,8 @@ def export(
     it is complete.
 
     For a model with a peft adapter, this writes the adapter alone, for `peft.PeftModel.from_pretrained`. With `merge`,
-    it writes the model without adapter, after adding the adapter's contribution to the weights. Files in `beside`, such
-    as a tokenizer's, are copied into the directory. With `own_names`, or if the model is not from transformers, the
+    it writes the model without adapter, after adding the adapter's contribution to the weights. Files and folders in
+    `beside`, such as a tokenizer's, are copied into it. With `own_names`, or if the model is not from transformers, the
     whole model is written under the names that its parameters and buffers have in Python, without a configuration.
 
     By default, the weights have the values that the model computed with. `dtype` "fp32" writes the exact master; "bf16"
@@ -132,6 +133,21 @@ def exported_by_reference(checkpoint: SavedCheckpoint) -> tuple[dict[str, LazyTe
     return tensors, {**described, "config": _config(described, weights.dtype)}
 
 
+def give_values(model: nn.Module, checkpoint: SavedCheckpoint) -> None:
+    """Give a model that is built like that of a checkpoint the values that it computed with. Quantized parameters keep
+    their own, because no checkpoint has them. The checkpoint must stay open until parameters that wait have been read.
+
+    Raises CheckpointError if the checkpoint lacks a parameter or buffer.
+    """
+    weights = _weights_in(checkpoint)
+    for name, tensor in named_tensors(model):
+        if is_quantized(tensor):
+            continue
+        if name not in weights.tensors[WEIGHT] and name not in weights.tensors[BUFFERS]:
+            raise CheckpointError(f"{weights.name} lacks {name!r} of its {type(model).__name__}: it is damaged")
+        give(tensor, _stored(weights, name, weights.dtype))
+
+
 def _check_not_quantized(weights: ModelTensors) -> None:
     """Raises CheckpointError if there are quantized weights, which no other model has."""
     if weights.record is not None and weights.record.get(QUANTIZED):
@@ -182,12 +198,13 @@ def _write(
             if record.get("generation_config"):
                 described["generation_config.json"] = record["generation_config"]
         for name, content in described.items():
-            write_durably(files.folder / name, json.dumps(content, indent=2).encode())
+            write_durably(files.folder / name, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _copy(files: Sequence[Path], folder: Path) -> None:
-    for file in files:
-        write_durably(folder / file.name, file.read_bytes())
+    with inside(folder) as descriptor:
+        for file in files:
+            copy_durably(file, descriptor)
 
 
 def _tensors(
@@ -310,13 +327,13 @@ def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[st
 
 
 def _config(record: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The model's config.json. The key-value cache, which training turns off, has the default of transformers."""
+    """The model's config.json."""
 
     def settings(given: dict[str, Any]) -> dict[str, Any]:
         kept = {key: settings(value) if isinstance(value, dict) else value for key, value in given.items()}
         if "dtype" in kept:
             kept["dtype"] = name
-        return {key: value for key, value in kept.items() if (key, value) != ("use_cache", False)}
+        return kept
 
     name = str(dtype).removeprefix("torch.")
     return {**settings(record["config"]), "architectures": [record["class"]], "dtype": name}

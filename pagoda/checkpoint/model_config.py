@@ -1,13 +1,14 @@
 """What a checkpoint stores to rebuild a transformers model, in addition to its tensors."""
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
 from pagoda.errors import CheckpointError
-from pagoda.models.build import import_transformers
+from pagoda.models.build import USE_CACHE, check_sizes, import_transformers
 from pagoda.models.lora import adapter_settings
 from pagoda.parameters.quantized import is_quantized
 
@@ -21,7 +22,8 @@ TIES = "ties"
 
 def model_record(model: nn.Module) -> dict[str, Any] | None:
     """The class and configurations of a transformers model and of its adapter, if any, and which names its tied
-    parameters have, as JSON. None for other models."""
+    parameters have, as JSON. None for other models. The key-value cache, which training turns off, is as the files of
+    the model say, or on."""
     if (adapter := adapter_settings(model)) is not None:
         base = model_record(model.get_base_model())  # type: ignore[operator]
         return None if base is None else {**base, TIES: _ties(model), ADAPTER: adapter}
@@ -29,6 +31,9 @@ def model_record(model: nn.Module) -> dict[str, Any] | None:
     if config is None or not type(model).__module__.startswith("transformers."):
         return None
     generation = getattr(model, "generation_config", None)
+    config = deepcopy(config)
+    if hasattr(text := config.get_text_config(), "use_cache"):
+        text.use_cache = getattr(model, USE_CACHE, True)
     return {
         "class": type(model).__name__,
         TIES: _ties(model),
@@ -62,16 +67,23 @@ def model_of(record: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     transformers = import_transformers()
     try:
         settings = dict(record["config"])
+        check_sizes(settings)
         kind = transformers.CONFIG_MAPPING[settings["model_type"]]
         config = kind.from_dict(kind._decode_special_floats(settings))
         model = getattr(transformers, record["class"])._from_config(config, dtype=dtype)
-        if record.get("generation_config"):
-            model.generation_config = transformers.GenerationConfig.from_dict(record["generation_config"])
+        give_generation_config(model, record)
         return model
     except Exception as error:  # transformers validates with many exception types
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot build this checkpoint's {record.get('class')}: {error}"
         ) from error
+
+
+def give_generation_config(model: Any, record: dict[str, Any]) -> None:
+    """Let a model, or the base of an adapter, generate text with the settings of a record."""
+    if record.get("generation_config"):
+        base = model if adapter_settings(model) is None else model.get_base_model()
+        base.generation_config = import_transformers().GenerationConfig.from_dict(record["generation_config"])
 
 
 def skeleton(record: dict[str, Any]) -> Any:

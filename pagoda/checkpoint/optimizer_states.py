@@ -105,6 +105,7 @@ def torch_file(path: Path, content: Any) -> Iterator[tuple[Any, WriteTensor]]:
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:
+        temporary.unlink(missing_ok=True)  # it may be a link to another file
         with FakeTensorMode():
             tensors = tree_map_only(torch.Tensor, lambda meta: torch.empty(meta.shape, dtype=meta.dtype), content)
             with torch.serialization.skip_data(materialize_fake_tensors=True):

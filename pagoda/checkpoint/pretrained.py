@@ -16,6 +16,7 @@ from pagoda.checkpoint.lazy import LazyTensor, tensors_of
 from pagoda.checkpoint.tensors import TensorFile, chunks
 from pagoda.checkpoint.waiting import WaitingTensor, set_source
 from pagoda.errors import CheckpointError, ConfigError
+from pagoda.memory.files import read_regular
 from pagoda.models.gguf import gguf_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -56,7 +57,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / SINGLE]
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            names = set(json.loads(read_regular(index))["weight_map"].values())
             files = [directory / name for name in sorted(names)]
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{index} cannot be read: {error!r}. Download or copy it again") from error
@@ -103,7 +104,6 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     stored = {name: tensor for file in files for name, tensor in tensors_of(file).items()}
     plain = stored if quantization is None else dequantized(quantization, stored)
     missing, unexpected = attach_tensors(model, directory, plain)
-    _read_generation_config(model, directory)
     return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, unexpected)
 
 
@@ -127,7 +127,7 @@ def attach_tensors(
         tensor, values = held[same[0]], tensors[present[0]]
         if their_dtypes and tensor.is_floating_point() and tensor.dtype is not values.dtype:
             tensor.data = tensor.data.to(values.dtype)
-        _give(tensor, values)
+        give(tensor, values)
         given.update(same)
     if not given:
         raise ConfigError(
@@ -198,7 +198,8 @@ def _oriented(model: nn.Module, name: str, values: LazyTensor) -> LazyTensor:
     return turned
 
 
-def _give(tensor: torch.Tensor, values: LazyTensor) -> None:
+def give(tensor: torch.Tensor, values: LazyTensor) -> None:
+    """Let a parameter or buffer have these values. A parameter that waits reads them later."""
     tensor.__dict__.update(
         _is_hf_initialized=True
     )  # as from_pretrained does, so that transformers does not initialise it
@@ -241,19 +242,6 @@ def equal(one: LazyTensor, other: LazyTensor) -> bool:
     return one.shape == other.shape and all(
         torch.equal(one.read(*part), other.read(*part)) for part in chunks(one.numel())
     )
-
-
-def _read_generation_config(model: nn.Module, directory: Path) -> None:
-    from transformers import GenerationConfig
-
-    if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        try:
-            model.generation_config = found = GenerationConfig.from_pretrained(directory)
-            found.to_json_string()  # as checkpoints and exports write it
-        except Exception as error:  # transformers validates with many exception types
-            raise ConfigError(
-                f"{directory / 'generation_config.json'} cannot be read: {error}. Correct it, or move it away"
-            ) from error
 
 
 def listed(names: list[str]) -> str:

@@ -13,7 +13,7 @@ def run(config: ExportConfig, console: Console) -> int:
     from pagoda.train.run_dir import RunDir
 
     checkpoint = RunDir(config.source).named_or_itself(config.checkpoint)
-    tokenizer = RunDir(checkpoint.parent.parent).tokenizer
+    tokenizer = RunDir(checkpoint.parent.parent).tokenizer_files()
     max_shard_bytes = parse_bytes(config.max_shard_size, "--max-shard-size")
     with console.status(f"Exporting {checkpoint}"):
         done = export(
@@ -22,13 +22,13 @@ def run(config: ExportConfig, console: Console) -> int:
             dtype=config.dtype,
             max_shard_bytes=max_shard_bytes,
             merge=config.merge,
-            beside=sorted(tokenizer.iterdir()) if tokenizer.is_dir() else (),
+            beside=tokenizer,
         )
     line = (
         f"{checkpoint} exported to {config.out}: {done.tensors} tensors, {format_bytes(done.nbytes)},"
         f" {str(done.dtype).removeprefix('torch.')}, in {len(done.files)} file{'s' * (len(done.files) > 1)}"
     )
-    if tokenizer.is_dir():
+    if tokenizer:
         line += ", with its tokenizer"
     say(console, line)
     return 0

@@ -1,36 +1,45 @@
 """`pagoda generate`: continues a prompt with a trained model."""
 
-from dataclasses import replace
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from pagoda.config.commands import GenerateConfig
-from pagoda.config.training import Tiles
+from pagoda.config.training import Precision, Tiles
 from pagoda.errors import ConfigError
+from pagoda.train.config import TrainConfig
 from pagoda.train.progress import say
 from pagoda.train.records import Message
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pagoda.optimizer import PagedOptimizer
+    from pagoda.checkpoint.reader import SavedCheckpoint
 
 
 def run(config: GenerateConfig, console: Console) -> int:
     """Print what the model writes after the prompt. Returns the exit code."""
+    from pagoda.api import wrap
     from pagoda.models.gguf import gguf_in
+    from pagoda.optim import AdamW
     from pagoda.train.generate import continued
     from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
 
     weights, directory = _places(config)
     has_tokenizer = gguf_in(directory) is not None or (directory.is_dir() and tokenizer_files(directory))
     tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
-    model, optimizer = _opened(weights, config)
+    source = _opened(weights, config)
+    with suppress(OSError):  # the text is what was asked for
+        print(f"pagoda: reading {weights}, computing in {source.precision or 'the dtypes of the weights'}", file=sys.stderr, flush=True)
+    frozen = source.model.requires_grad_(False)
+    model, optimizer = wrap(frozen, AdamW(), memory=config.memory, precision=source.precision, tiles=source.tiles)
     try:
-        chat = tokenizer.chats if config.chat is None else config.chat
+        chat = next(said for said in (config.chat, source.chat, tokenizer.chats) if said is not None)
         seed = config.seed if config.draw else None
         prompt = _messages(config) if chat else config.prompt[0]
         if not chat and (config.system is not None or len(config.prompt) > 1):
@@ -49,35 +58,72 @@ def _messages(config: GenerateConfig) -> list[Message]:
     return [{"role": role, "content": content} for role, content in (*system, *said)]
 
 
-def _opened(weights: Path, config: GenerateConfig) -> "tuple[nn.Module, PagedOptimizer]":
-    """The wrapped model of a directory or of a run's checkpoint."""
-    from pagoda.api import load, wrap
+@dataclass(frozen=True)
+class _Source:
+    """What to generate with, as a run left it or a directory has it."""
+
+    model: "nn.Module"
+    precision: Precision | None
+    """None: each parameter computes in its own dtype."""
+    tiles: Tiles
+    chat: bool | None
+    """Whether the run's data were conversations. None if that is not known."""
+
+
+def _opened(weights: Path, config: GenerateConfig) -> _Source:
+    """The model of a directory or of a run's checkpoint. It computes as in the run, so that it writes the same."""
+    from pagoda.api import load
     from pagoda.budgets import compute_device
     from pagoda.calibrate.matmul import usual_precision
-    from pagoda.checkpoint.directory import read_manifest
-    from pagoda.checkpoint.model_config import QUANTIZED
-    from pagoda.config.training import MixedPrecision
+    from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED
+    from pagoda.checkpoint.reader import SavedCheckpoint
     from pagoda.memory.identity import MANIFEST
+    from pagoda.optim.rule import DTYPES
+    from pagoda.plan.layout import WEIGHT
+    from pagoda.train.resume import CHAT, CONFIG
+
+    limit: dict[str, Any] = {} if config.tile_limit is None else {"tile_limit": config.tile_limit}
+    if not (weights / MANIFEST).is_file():
+        precision, _ = usual_precision(compute_device(config.memory))
+        return _Source(load(weights), precision, Tiles(**limit), None)
+    checkpoint = SavedCheckpoint(weights)
+    extra, record = checkpoint.manifest["extra"], checkpoint.manifest.get("model")
+    trained = TrainConfig.from_settings(extra[CONFIG]) if isinstance(extra, dict) and CONFIG in extra else None
+    tiles = Tiles() if trained is None else replace(trained.part(Tiles), batch_tiles=None)
+    if isinstance(record, dict) and ADAPTER in record and (record.get(QUANTIZED) or not limit):
+        model = _with_adapter(checkpoint, trained, config)
+    else:
+        model = load(weights)  # adapters are merged, because only layers without them are cut into tiles
+    chat = None if trained is None else extra.get(CHAT)
+    computed = {tensor.dtype for tensor in checkpoint.tensors[WEIGHT].values()}
+    alike = next((name for name, dtype in DTYPES.items() if computed == {dtype}), None)
+    return _Source(model, alike, replace(tiles, **limit), chat if isinstance(chat, bool) else None)
+
+
+def _with_adapter(checkpoint: "SavedCheckpoint", trained: TrainConfig | None, config: GenerateConfig) -> "nn.Module":
+    """The model of a checkpoint with its adapter beside the weights. Weights that a run has quantized are in no
+    checkpoint, so they are quantized again."""
+    from pagoda.checkpoint.export import give_values
+    from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, model_of
     from pagoda.models.build import build_model
-    from pagoda.optim import AdamW
+    from pagoda.models.lora import adapted_as
     from pagoda.prepare.construct import init
     from pagoda.train.model import ready
-    from pagoda.train.run_dir import RunDir
 
-    record = read_manifest(weights).get("model") if (weights / MANIFEST).is_file() else None
-    if not isinstance(record, dict) or not record.get(QUANTIZED):
-        model = load(weights).requires_grad_(False)
-        tiles, (precision, _) = Tiles(tile_limit=config.tile_limit), usual_precision(compute_device(config.memory))
-        return wrap(model, AdamW(), memory=config.memory, precision=precision, tiles=tiles)
-    # Quantized weights cannot be exported, so the run's own model is built again. It refuses tiles.
-    trained = replace(RunDir(config.source).started_config(), memory=config.memory, tile_limit=config.tile_limit)
-    with init():
-        model = build_model(trained.model, seq_len=trained.seq_len)
-    model = ready(trained, model, Console(quiet=True), from_files=False)
-    rule = trained.optim.build(trained.seed, trained.optimizer)
-    model, optimizer = wrap(model, rule, memory=config.memory, precision=trained.part(MixedPrecision))
-    optimizer.load_checkpoint(weights)
-    return model, optimizer
+    record = checkpoint.manifest["model"]
+    if record.get(QUANTIZED):
+        if trained is None:
+            raise ConfigError(f"{checkpoint.directory} has quantized weights, and is not of `pagoda train`")
+        trained = replace(trained, memory=config.memory)
+        with init():
+            model = build_model(trained.model, seq_len=trained.seq_len)
+        model = ready(trained, model, Console(quiet=True), from_files=False)
+    else:
+        with init():
+            model = model_of(record)
+        model = adapted_as(model, record[ADAPTER])
+    give_values(model, checkpoint)
+    return model
 
 
 def _places(config: GenerateConfig) -> tuple[Path, Path]:

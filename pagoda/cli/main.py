@@ -10,8 +10,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console
@@ -29,7 +30,8 @@ from pagoda.config.commands import (
 )
 from pagoda.errors import PagodaError, StorageError, unknown_name
 from pagoda.forecast.config import PlanConfig
-from pagoda.train.config import TrainConfig
+from pagoda.memory.sizes import directory_and_size
+from pagoda.train.config import TrainConfig, flat
 from pagoda.train.progress import FailingOnce
 
 USER_ERROR = 2
@@ -107,6 +109,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run(args: Sequence[str]) -> int:
     interrupted, settings = "interrupted", next((each.config for each in COMMANDS if [each.name] == args[:1]), None)
+    config = None
     try:
         with _warnings_in_one_line(settings):
             command, config = parse(args)
@@ -118,11 +121,20 @@ def _run(args: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        if error.filename is None:  # no file or directory that a user could name
-            raise
+        if error.filename is None or not (config is None or _is_named(str(error.filename), config)):
+            raise  # a fault of a library
         return _tell(f"{error.filename} cannot be used: {error.strerror or error}", USER_ERROR)
     except KeyboardInterrupt:
         return _tell(interrupted, _INTERRUPTED)
+
+
+def _is_named(path: str, config: Any) -> bool:
+    """Whether a command's settings name a path, or something in it or around it."""
+    there = Path(path).absolute()
+    texts = (part for _, value in flat(asdict(config)) for part in (value if isinstance(value, tuple) else [value]))
+    parts = (part for text in texts if isinstance(text, str | Path) for part in str(text).split(","))
+    named = [Path(directory_and_size(part)[0]).absolute() for part in parts if part]
+    return any(there.is_relative_to(name) or name.is_relative_to(there) for name in named)
 
 
 @contextmanager

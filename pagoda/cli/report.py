@@ -1,6 +1,7 @@
 """`pagoda report`: a run or a plan as a page."""
 
 import html
+import os
 import sys
 import threading
 from contextlib import suppress
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from pagoda.config.commands import ReportConfig
 from pagoda.errors import ConfigError, PagodaError, StorageError
-from pagoda.memory.files import write_durably
+from pagoda.memory.files import read_regular, write_durably
 from pagoda.train.progress import say
 
 _REFRESH_S = 10
@@ -34,7 +35,7 @@ def run(config: ReportConfig, console: Console) -> int:
         return 0
     out = config.out or (source.with_suffix(".html") if source.is_file() else source / "report.html")
     try:
-        if out.exists() and not out.read_bytes().startswith(BEGINNING.encode()):
+        if os.path.lexists(out) and not read_regular(out).startswith(BEGINNING.encode()):
             raise ConfigError(f"{out} is not a report of Pagoda, and is not overwritten: name another file with --out")
         write_durably(out, page.encode())
     except OSError as error:

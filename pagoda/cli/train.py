@@ -36,7 +36,8 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     or that of the file with --config. None: the defaults.
 
     Raises ConfigError if an argument is not UTF-8 text, if both flags are given, if --resume has no --out, or if
-    neither a run is there nor --model says which to begin, or if the file cannot be used.
+    neither a run is there nor --model says which to begin, or if the file cannot be used. Raises it like
+    `RunDir.continued_config`.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None
@@ -52,7 +53,7 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
         run_dir = RunDir(Path(out))
         if _value(args, "--model") is not None and not run_dir.config.exists():
             return None  # the run was killed before the end of its first step, or never began: the flags describe it
-        started = run_dir.started_config()
+        started = run_dir.continued_config({arg.partition("=")[0].removeprefix("--") for arg in args})
         return replace(started, out=Path(out), resume=True, checkpoint=LAST, trace=None)
     return read_settings(Path(given)) if given else None
 

@@ -45,7 +45,8 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Generate text with a trained model and print it. The weights are in pages."""
+    """Generate text with a trained model and print it, in the precision of its run or directory. The weights are in
+    pages."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|MODEL_DIR")]
     """Directory of a run, or a Hugging Face directory, such as `pagoda export` writes, or ORG/NAME, its name in the
@@ -64,11 +65,13 @@ class GenerateConfig:
     seed: int = 0
     """Seed of --draw."""
     chat: bool | None = None
-    """Format the prompt with the tokenizer's chat template. By default it is used if there is one."""
+    """Format the prompt with the tokenizer's chat template. By default, for a run, if its data were conversations;
+    otherwise if there is a template."""
     memory: Memory = field(default_factory=Memory)
     """Where the weights may live."""
     tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are fetched in tiles."""
+    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are fetched in tiles. By
+    default as in the run. Adapters are then merged into the weights."""
 
     def __post_init__(self) -> None:
         require_count("tokens", self.tokens, 1)

@@ -1,4 +1,4 @@
-"""Safe handling of files and directories: nothing outside them can be changed, no symbolic link is followed, and no
+"""Safe handling of files and directories: nothing outside them can be changed, through no symbolic or hard link, and no
 pipe blocks.
 
 Names are resolved relative to the descriptor of an open directory, so a path cannot be replaced between a check and an
@@ -11,11 +11,16 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from pagoda.errors import StorageError
 
 TEMPORARY = ".tmp"
 """The suffix of a file's name while it is being written."""
+
+
+_MOST_BYTES = 1 << 28
+"""More bytes than a file has that is read as a whole, unless its reader says more."""
 
 
 class SyncError(StorageError):
@@ -42,21 +47,36 @@ def inside(directory: Path, *names: str) -> Iterator[int]:
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
     """The descriptor of a regular file. Raises OSError for anything else, without waiting for a pipe's writer.
 
-    With `dir_fd`, an open directory, the name must not be a symbolic link.
+    With `dir_fd`, an open directory, or for writing, the name must not be a symbolic link. For writing, the file must
+    not have another name. `flags` must not have O_TRUNC, which would act before that is known.
     """
-    no_follow = 0 if dir_fd is None else os.O_NOFOLLOW
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    no_follow = os.O_NOFOLLOW if writes or dir_fd is not None else 0
     descriptor = os.open(path, flags | os.O_NONBLOCK | no_follow, 0o666, dir_fd=dir_fd)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    problem = None
+    if not stat.S_ISREG(status.st_mode):
+        problem = errno.EINVAL, "it is not a regular file"
+    elif writes and status.st_nlink > 1:
+        problem = errno.EMLINK, "it has a second name (a hard link): writing to it would change that file too"
+    if problem is not None:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(*problem, str(path))
     return descriptor
 
 
-def read_regular(path: str | Path, *, dir_fd: int | None = None, most_bytes: int | None = None) -> bytes:
-    """The content of a regular file of at most `most_bytes`. Raises OSError like `open_regular`."""
+def append_to(path: Path) -> BinaryIO:
+    """A file, opened to append to it without a buffer. It is created if it is missing. Raises OSError like
+    `open_regular`."""
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return cast(BinaryIO, os.fdopen(descriptor, "ab", buffering=0))
+
+
+def read_regular(path: str | Path, *, dir_fd: int | None = None, most_bytes: int = _MOST_BYTES) -> bytes:
+    """The content of a regular file. Raises OSError like `open_regular`, and for a file of more than `most_bytes`."""
     with os.fdopen(open_regular(path, dir_fd=dir_fd), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if most_bytes is not None and size > most_bytes:
+        if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size} bytes, more than any file that Pagoda writes", str(path))
         return file.read()
 
@@ -67,7 +87,9 @@ def replace_file(directory: int, name: str, content: bytes) -> None:
     Raises OSError if it cannot be written, and SyncError if its name cannot be made durable.
     """
     temporary = name + TEMPORARY
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with contextlib.suppress(FileNotFoundError):  # which a crash has left, or a link to another file
+        os.unlink(temporary, dir_fd=directory)
     try:
         with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=directory), "wb") as file:
             file.write(content)
@@ -85,6 +107,23 @@ def write_durably(path: Path, content: bytes) -> None:
     """`replace_file` with a path. Raises like it."""
     with inside(path.parent) as directory:
         replace_file(directory, path.name, content)
+
+
+def copy_durably(source: Path, directory: int) -> None:
+    """Copy a file, or a directory of files, into an open directory. Raises OSError for a pipe or a device too."""
+    if not source.is_dir():
+        replace_file(directory, source.name, read_regular(source))
+        return
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(source.name, dir_fd=directory)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    inner = os.open(source.name, flags, dir_fd=directory)
+    try:
+        for path in sorted(source.iterdir()):
+            copy_durably(path, inner)
+        sync_descriptor(inner, source.name)
+    finally:
+        os.close(inner)
 
 
 def sync_descriptor(directory: int, what: str | Path) -> None:

@@ -30,12 +30,12 @@ def with_hash(content: Mapping[str, Any]) -> dict[str, Any]:
 def whole(file: bytes) -> dict[str, Any]:
     """The content of a JSON file to which `with_hash` gave its hash. Raises FormError if it was edited or damaged."""
     try:
-        content = json.loads(file)
-    except (ValueError, RecursionError) as error:
-        raise FormError(f"it is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.pop(_HASH, None) != hash_of(content):
-        raise FormError("its hash does not match its content")
-    return content
+        content: dict[str, Any] = dict(json.loads(file))
+        if content.pop(_HASH, None) == hash_of(content):
+            return content
+    except (ValueError, TypeError, RecursionError) as error:  # not an object, or nested too deeply
+        raise FormError(f"it is not JSON with a hash: {error}") from error
+    raise FormError("its hash does not match its content")
 
 
 def check(value: Any, form: Form, where: str = "it") -> None:

@@ -1,5 +1,6 @@
 """Builds language models from built-in names or local Hugging Face directories."""
 
+import json
 import re
 from collections.abc import Callable
 from math import ceil
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import ConfigError, needed
+from pagoda.memory.files import read_regular
 from pagoda.models.gguf import gguf_in, settings_of
 from pagoda.models.hub import cached, how_to_download, is_hub_name
 from pagoda.models.shapes import HOW_TO_NAME, find_shape, is_built_in, is_sized_gpt, shape_on_hub
@@ -18,8 +20,13 @@ if TYPE_CHECKING:
 
 _CAPACITY_FACTOR = 1.25
 """Most tokens of an expert, relative to an equal share, as in Switch Transformer (arXiv 2101.03961)."""
+USE_CACHE = "_pagoda_use_cache"
+"""Attribute of a model that was built here: what its config.json says of the key-value cache, which may be turned off
+while the model trains."""
 _MOST_LAYERS = 10_000
 """More layers than any model has. A configuration with more is wrong, and its model would take hours to build."""
+_OF_LAYERS = re.compile(r"layer|depth|blocks$|experts$")
+"""Settings that say how many modules a model has."""
 
 
 def build_model(
@@ -59,7 +66,6 @@ def build_model(
             f"seq_len {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
             f" use --seq-len {positions} or less, or a directory whose config.json has more max_position_embeddings"
         )
-    text.use_cache = False
     if layers is not None:
         layer_count(name_or_dir)  # raises ConfigError for a model without it
         text.num_hidden_layers = layers
@@ -70,7 +76,9 @@ def build_model(
     kind = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
     import torch
 
-    model = _built(f"model {name_or_dir!r}", kind.from_config, config, torch.float32)
+    model = _built(f"model {name_or_dir!r}", kind.from_config, config, torch.float32, model_directory(name_or_dir))
+    if getattr(model, USE_CACHE):
+        model.config.get_text_config().use_cache = False  # type: ignore[union-attr, operator]
     if gradient_checkpointing:
         _enable_checkpointing(name_or_dir, model)
     return model
@@ -108,7 +116,7 @@ def build_from_directory(
 
     dtype = dtype or getattr(config, "dtype", None) or of_files or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = _built(str(directory), build, config, dtype)
+    model = _built(str(directory), build, config, dtype, directory)
     keep_in_fp32(model, dtype)
     return model
 
@@ -246,24 +254,37 @@ def _read_configuration(directory: Path) -> Any:
     path, settings = file or directory / "config.json", {} if file is None else settings_of(file)
     try:
         if file is None:
+            check_sizes(json.loads(read_regular(path)))
             config = kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         else:
+            check_sizes(settings)
             config = kind.for_model(**settings)
         text = config.get_text_config()
     except Exception as error:  # transformers validates a bad file with many exception types
         raise ConfigError(f"transformers {transformers.__version__} cannot read {path}: {error}") from error
     if not isinstance(text, transformers.PretrainedConfig):
         raise ConfigError(f"{path} has a text_config that is not a configuration: {text!r:.80}")
-    layers = getattr(text, "num_hidden_layers", 1)
-    if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
-        raise ConfigError(f"{path} has {layers:.3g} layers, but a model has 1 to {_MOST_LAYERS}: correct it")
+    if getattr(text, "num_hidden_layers", 1) == 0:
+        raise ConfigError(f"{path} has 0 layers, but a model has 1 to {_MOST_LAYERS}: correct it")
     for described in (config, text):  # the model is built without it, as its weights are dequantized
         described.__dict__.pop("quantization_config", None)
     return config
 
 
-def _built(what: str, build: Callable[..., Any], config: Any, dtype: "torch.dtype") -> "nn.Module":
-    """Build a model of a transformers class from a configuration, in training mode."""
+def check_sizes(settings: Any) -> None:
+    """Raises ValueError if a configuration, as its JSON has it, has more layers or experts than any model: transformers
+    would build it for hours."""
+    for name, value in settings.items() if isinstance(settings, dict) else ():
+        check_sizes(value)
+        if type(value) is int and value > _MOST_LAYERS and _OF_LAYERS.search(name):
+            raise ValueError(f"{name} is {value:.3g}, and no model has more than {_MOST_LAYERS}")
+
+
+def _built(
+    what: str, build: Callable[..., Any], config: Any, dtype: "torch.dtype", directory: Path | None
+) -> "nn.Module":
+    """Build a model of a transformers class from a configuration, in training mode. It generates text as the
+    `directory` says."""
     try:
         model: nn.Module = build(config, dtype=dtype).train()
     except Exception as error:  # impossible sizes fail at their first use, with any exception type
@@ -271,7 +292,21 @@ def _built(what: str, build: Callable[..., Any], config: Any, dtype: "torch.dtyp
         if not isinstance(error, ValueError):  # other messages, such as a KeyError's, need their type
             said = f"{type(error).__name__}: {said}"
         raise ConfigError(f"{what} (model_type {config.model_type!r}) cannot be built: {said}") from error
+    setattr(model, USE_CACHE, getattr(config.get_text_config(), "use_cache", None))
+    if directory is not None:
+        _read_generation_config(model, directory)
     return model
+
+
+def _read_generation_config(model: "nn.Module", directory: Path) -> None:
+    if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        try:
+            model.generation_config = found = import_transformers().GenerationConfig.from_pretrained(directory)
+            found.to_json_string()  # as checkpoints and exports write it
+        except Exception as error:  # transformers validates with many exception types
+            raise ConfigError(
+                f"{directory / 'generation_config.json'} cannot be read: {error}. Correct it, or move it away"
+            ) from error
 
 
 def _enable_checkpointing(name_or_dir: str, model: Any) -> None:

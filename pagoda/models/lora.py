@@ -108,8 +108,14 @@ def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
 
 
 def adapter_name(settings: dict[str, Any]) -> str:
-    """The name of the adapter with these `adapter_settings`. Raises ConfigError if there are several."""
-    names = settings[_NAMES]
+    """The name of the adapter with these `adapter_settings`. Raises ConfigError if there are several, or none, as in
+    checkpoints of earlier versions."""
+    names = settings.get(_NAMES) or ()
+    if not names:
+        raise ConfigError(
+            "The checkpoint does not name its adapter: an earlier version of Pagoda wrote it. Export it with that "
+            "version, or resume it here and save it again."
+        )
     if len(names) > 1:
         raise ConfigError(
             f"The model has the adapters {', '.join(names)}, and only a single one can be exported or merged. "
@@ -122,6 +128,8 @@ def adapted_as(model: Any, settings: dict[str, Any]) -> Any:
     """Add an adapter to `model`, with settings from `adapter_settings`. Its initial values do not depend on the
     weights."""
     package = peft()
+    if settings.get("megatron_config"):  # peft would import the module that `megatron_core` names
+        raise ConfigError("adapters of Megatron-Core's layers cannot be exported or merged: use save_pretrained.")
     own = {key: value for key, value in settings.items() if key not in (_NAMES, MERGED)}
     initial = {"init_lora_weights": True} if "init_lora_weights" in own else {}
     config = package.PeftConfig.from_peft_type(**{**own, **initial, "base_model_name_or_path": None})

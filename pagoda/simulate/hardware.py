@@ -14,6 +14,7 @@ from typing import Literal
 
 from pagoda.config.decode import decoded
 from pagoda.errors import ConfigError
+from pagoda.memory.files import read_regular
 from pagoda.plan.tiers import LARGE_TRANSFER_BYTES
 
 FORMAT = "pagoda-hardware"
@@ -314,7 +315,7 @@ def write_hardware(hardware: Hardware, path: Path) -> None:
 def read_hardware(path: Path) -> Hardware:
     """The hardware in a file. Raises ConfigError if it cannot be read or has another form."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hardware file {path} cannot be read: {error}") from error
     return Hardware.from_json(text, f"hardware file {path}")

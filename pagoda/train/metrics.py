@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pagoda.errors import StorageError
-from pagoda.memory.files import read_regular, storage_errors, sync_directory, write_durably
+from pagoda.memory.files import append_to, read_regular, storage_errors, write_durably
 from pagoda.memory.forms import Form, FormError, check
 from pagoda.schedule.served import AccessCounts
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pagoda")
 LINE_BYTES = 1024
 """About the size of the line of a step."""
+_MOST_BYTES = 1 << 34
+"""More bytes than the lines of any run take."""
 _LARGEST = 1e100
 """The largest number that readers accept: larger ones cannot be drawn or added up."""
 DATA = "data"
@@ -113,11 +115,9 @@ class MetricsFile:
         """Whether a sync has failed: the kernel may have dropped what is not on the disk, and say nothing more."""
         self._fails = False
         with storage_errors(f"{path} cannot be written"):
-            if path.exists():  # replaced, atomically, by what is kept
-                kept = (line + b"\n" for line, metrics in _lines(path) if metrics["step"] <= after_step)
-                write_durably(path, b"".join(kept))
-            self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
-            sync_directory(path.parent)
+            before = _lines(path) if path.exists() else ()  # replaced, atomically, by what is kept
+            write_durably(path, b"".join(line + b"\n" for line, metrics in before if metrics["step"] <= after_step))
+            self._file = append_to(path)  # nothing is left to be written when it is closed
             self._synced = path.stat().st_size
             """Bytes of the file that are on the disk."""
 
@@ -144,10 +144,10 @@ class MetricsFile:
 
     def _append(self) -> None:
         if self._in_doubt:  # the same lines, in a new file
-            whole = read_regular(self._path)[: self._synced] + self._unsynced
+            whole = read_regular(self._path, most_bytes=_MOST_BYTES)[: self._synced] + self._unsynced
             write_durably(self._path, whole)
             self._file.close()
-            self._file = self._path.open("ab", buffering=0)
+            self._file = append_to(self._path)
             self._all_is_on_disk(len(whole))
         while self._written < len(self._unsynced):  # a raw file may take a part, as on a disk that is almost full
             self._written += self._file.write(bytes(self._unsynced[self._written :]))
@@ -239,7 +239,7 @@ def has_form(found: Mapping[str, Any], form: Mapping[str, Form]) -> bool:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Every line that is a step, as bytes and decoded."""
-    for line in read_regular(path).split(b"\n"):
+    for line in read_regular(path, most_bytes=_MOST_BYTES).split(b"\n"):
         try:
             metrics = json.loads(line)
         except (ValueError, RecursionError):

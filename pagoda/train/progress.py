@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
 
+from pagoda.memory.files import append_to
 from pagoda.memory.sizes import format_rate
 from pagoda.train.metrics import StepMetrics
 
@@ -83,8 +84,8 @@ class Lasting(FailingOnce):
     def write(self, text: str) -> int:
         super().write(text)
         if self._fails and self.instead is not None:
-            with suppress(OSError), self.instead.open("a") as file:
-                file.write(text)
+            with suppress(OSError), append_to(self.instead) as file:
+                file.write(text.encode(errors="replace"))
         return len(text)
 
     def failed(self, error: OSError | ValueError) -> None:

@@ -16,6 +16,8 @@ from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first, ranks_with_batches
 from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, locked, names_of, unused
 
+CHAT = "chat"
+"""Key in the same place: whether the data are conversations."""
 CONFIG = "config"
 """Key of the configuration in what `pagoda train` adds to a checkpoint."""
 SAMPLES_PER_STEP = "samples_per_step"

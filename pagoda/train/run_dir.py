@@ -3,15 +3,17 @@
 import json
 import os
 import re
+import shlex
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
+from pagoda.config.settings import flag
 from pagoda.errors import CheckpointError, ConfigError
-from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
+from pagoda.memory.files import copy_durably, inside, make_directories, read_regular, sync_directory, write_durably
 from pagoda.memory.forms import FormError, whole, with_hash
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
@@ -66,11 +68,17 @@ class RunDir:
     def check_place(self) -> None:
         """Check that the directory can be written or created. Writes nothing.
 
-        Raises ConfigError if the path is a file or cannot be written.
+        Raises ConfigError if the path is a file or cannot be written, or if a directory in it is a link.
         """
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise ConfigError(f"--out {self.path}: {existing} is a file, not a directory")
+        inner = (self.checkpoints, self.tokenizer, self.path / "tensorboard")
+        if links := [path for path in inner if path.is_symlink()]:
+            raise ConfigError(
+                f"--out {self.path}: {links[0].name} in it is a symbolic link, and a run writes only to its directory: "
+                "put the directory itself in its place, or move the whole run"
+            )
         if not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigError(f"--out {self.path} cannot be created: {existing} is not writable")
 
@@ -82,7 +90,7 @@ class RunDir:
         self.check_place()
         run = [self.config, self.metrics, self.evals, self.samples, self.checkpoints]
         others = [self.settings, self.plan, self.data, self.timeline, self.tokenizer]
-        if taken := [path.name for path in run + others if path.exists()]:
+        if taken := [path.name for path in run + others if os.path.lexists(path)]:
             what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(
                 f"--out {self.path} already holds {what} ({', '.join(taken)}): give another directory"
@@ -111,6 +119,30 @@ class RunDir:
             ) from error
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
+
+    def foreign(self, config: TrainConfig) -> dict[str, str]:
+        """Setting -> flag and value, for each class to import that is not torch's and each directory to write to that
+        is not in this one."""
+        module, colon, _ = config.optimizer.partition(":")
+        outside = {"optimizer": colon and module.partition(".")[0] != "torch"}
+        for name, found in (("memory.ssd", config.memory.ssd_directories), ("cache", [config.cache or self.path])):
+            outside[name] = any(not path.resolve().is_relative_to(self.path.resolve()) for path in found)
+        values = {"optimizer": config.optimizer, "memory.ssd": config.memory.ssd, "cache": config.cache}
+        return {name: f"{flag(name)} {shlex.quote(str(values[name]))}" for name, is_it in outside.items() if is_it}
+
+    def continued_config(self, named: Collection[str]) -> TrainConfig:
+        """`started_config`, for a command that continues the run and names the settings `named` itself.
+
+        Raises ConfigError also if the configuration has a class to import that is not torch's, or a directory to write
+        to that is not in the run's, and the command does not name it: the run's directory may be a stranger's.
+        """
+        started = self.started_config()
+        if unnamed := " ".join(text for name, text in self.foreign(started).items() if name not in named):
+            raise ConfigError(
+                f"{self.path} has {unnamed}. A run's directory may come from somebody else, so what it imports, and "
+                f"where it writes outside, must be on the command line too: add {unnamed}"
+            )
+        return started
 
     def all_checkpoints(self) -> list[RunCheckpoint]:
         """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""
@@ -160,6 +192,13 @@ class RunDir:
             raise ConfigError(f"--checkpoint {name} names a checkpoint of a run, and {self.path} is not a run")
         return self.path
 
+    def tokenizer_files(self) -> list[Path]:
+        """The copies of the tokenizer's files, and folders of them. Raises ConfigError if there is a link, which could
+        lead to a file that is not the run's."""
+        if links := [path for path in (self.tokenizer, *self.tokenizer.rglob("*")) if path.is_symlink()]:
+            raise ConfigError(f"{links[0]} is a symbolic link: put the file itself in its place")
+        return sorted(self.tokenizer.iterdir()) if self.tokenizer.is_dir() else []
+
     def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
         """Rename a checkpoint, so that it is kept but no longer belongs to the run.
 
@@ -180,8 +219,10 @@ class RunDir:
             write_durably(self.config, (json.dumps(with_hash(config.settings()), indent=2) + "\n").encode())
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
-            for file in tokenizer:
-                write_durably(self.tokenizer / file.name, file.read_bytes())
+                with inside(self.path, self.tokenizer.name) as folder:
+                    for file in tokenizer:  # a run that is resumed keeps those with which it began
+                        if file.is_dir() or not (self.tokenizer / file.name).exists():
+                            copy_durably(file, folder)
             write_durably(self.settings, settings_as_yaml(config).encode())
 
     @contextmanager

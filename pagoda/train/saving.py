@@ -16,12 +16,14 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.train.metrics import LINE_BYTES, StepMetrics
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first
-from pagoda.train.resume import CONFIG, SAMPLES_PER_STEP
+from pagoda.train.resume import CHAT, CONFIG, SAMPLES_PER_STEP
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session
 
 _PATIENCE_S = 30 * 60.0
-_RETRY_S = 10.0
+_RETRY_S, _SAY_S = 10.0, 60.0
+_LOOK_S = 0.1
+"""Seconds in which a signal is noticed."""
 _log = logging.getLogger("pagoda")
 
 
@@ -36,6 +38,8 @@ class Saving:
         self._mesh, self._console = mesh, console
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
+        self.retrying: int | None = None
+        """The step of the last checkpoint, once it could not be written."""
         self._writing: tuple[int, int | None] | None = None
         """The step of the checkpoint that is being written, and that of the best one."""
         self._errors: list[Exception] = []
@@ -101,6 +105,7 @@ class Saving:
         extra = {
             "step": step,
             CONFIG: config.settings(),
+            CHAT: batches.rows.tokens.about.chats,
             "text": batches.rows.tokens.about.fingerprint,
             "samples": batches.samples_before(step),
             SAMPLES_PER_STEP: batches.samples_per_step,
@@ -124,13 +129,14 @@ class Saving:
         last = sorted({*(checkpoint.step for checkpoint in old), step})[-keep:]
         return [checkpoint.path for checkpoint in old if checkpoint.step not in (*last, best)]
 
-    def finish(self) -> None:
-        """Wait until the last checkpoint is complete. If it cannot be written, try again for a while.
+    def finish(self, received: Sequence[int]) -> None:
+        """Wait until the last checkpoint is complete. If it cannot be written, try again for a while, and say so each
+        minute. The first signal in `received` that arrives meanwhile ends the trying.
 
         Raises the error of the last try, and StorageError at once if the state itself is damaged.
         """
-        until = time.monotonic() + _PATIENCE_S
-        reported = ""
+        until, before = time.monotonic() + _PATIENCE_S, len(received)
+        reported, next_report = "", 0.0
         while self._writing is not None:
             step, best = self._writing
             error = self._end(say_it=False)
@@ -139,9 +145,10 @@ class Saving:
             if problem is None:
                 return
             self._session.optimizer.drain(show=False)
-            if from_first(self._mesh, "the last checkpoint", lambda: time.monotonic() > until):
+            stops = time.monotonic() > until or len(received) > before
+            if any(from_all(self._mesh, "the end of a run", stops)):
                 raise error or CheckpointError(f"the checkpoint after step {step} was not saved: {problem}")
-            if problem != reported:
+            if problem != reported or time.monotonic() >= next_report:
                 why = problem.rstrip(".")
                 say(
                     self._console,
@@ -149,8 +156,11 @@ class Saving:
                     f"Free space, or remove the cause: the run tries again every {_RETRY_S:.0f} s for "
                     f"{_PATIENCE_S / 60:.0f} minutes",
                 )
-                reported = problem
-            time.sleep(_RETRY_S)
+                reported, next_report = problem, time.monotonic() + _SAY_S
+            self.retrying = step
+            again = time.monotonic() + _RETRY_S
+            while time.monotonic() < again and len(received) == before:
+                time.sleep(_LOOK_S)
             self.save(step, best)
 
     def _end(self, *, say_it: bool) -> Exception | None:

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.checkpoint.directory import read_manifest
-from pagoda.checkpoint.model_config import model_record
+from pagoda.checkpoint.model_config import give_generation_config, model_record
 from pagoda.errors import CheckpointError
 from pagoda.prepare.sequence_parallel import divide_sequences
 from pagoda.train.config import TrainConfig
@@ -43,7 +43,7 @@ class Session:
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Load `checkpoint`. Raises CheckpointError if it belongs to another model or text."""
-        self._check_model(checkpoint)
+        self._adopt_model(checkpoint)
         extra = self.optimizer.load_checkpoint(checkpoint.path)
         if extra.get("text") != self.batches.rows.tokens.about.fingerprint:
             raise CheckpointError(
@@ -57,15 +57,18 @@ class Session:
         for group, base in zip(self.optimizer.param_groups, self._scheduler.base_lrs, strict=True):
             group["lr"] = base * factor
 
-    def _check_model(self, checkpoint: RunCheckpoint) -> None:
-        """Raises CheckpointError if the model's configuration differs from the one in the checkpoint."""
+    def _adopt_model(self, checkpoint: RunCheckpoint) -> None:
+        """Let the model generate text as the checkpoint says. Raises CheckpointError if its configuration differs from
+        the one in the checkpoint. A key-value cache decides no bit."""
         saved, mine = read_manifest(checkpoint.path).get("model"), model_record(self.model)
         if saved is None or mine is None:
             return
+        give_generation_config(self.model, saved)
         theirs, ours = saved["config"], mine["config"]
         if theirs.get(_VERSION) != ours.get(_VERSION):
             return  # another version of transformers may say the same in other words
-        if differing := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
+        names = sorted({*theirs, *ours} - {"use_cache"})
+        if differing := [name for name in names if theirs.get(name) != ours.get(name)]:
             raise CheckpointError(
                 f"{checkpoint.path} was trained with another config.json than --model {self.config.model} has: "
                 + ", ".join(f"{name} was {theirs.get(name)} and is {ours.get(name)}" for name in differing)

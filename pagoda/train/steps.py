@@ -164,7 +164,7 @@ class Steps:
                 self._show_moved()
                 self._between(metrics, files, stopped_by is not None)
             # The first signal must not end the process before the last checkpoint is complete.
-            self._saving.finish()
+            self._saving.finish(received)
             if step == config.steps and stopped_by is not None:  # nothing is left for a resumed run
                 stopped_by = None
                 if self._evaluator is not None and files is not None:
@@ -318,7 +318,9 @@ class Steps:
         """The message after a signal: when the run will end, and how."""
         if self._mesh.everyone.rank:
             return ""
-        if self._over:
+        if self._saving.retrying is not None:
+            what = f"stops without {self._run_dir.checkpoint(self._saving.retrying)} unless one more try succeeds"
+        elif self._over:
             what = f"the steps are done; stops when {self._run_dir.checkpoint(self._done)} is complete"
         else:
             last = self._done + 1
@@ -349,5 +351,6 @@ class Steps:
             if self._config.keep_best and best not in (None, result.last_step):
                 lines.append(f"Best evaluation: after step {best}, {self._run_dir.checkpoint(best)}")
         if result.stopped_by is not None:
-            lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}")
+            flags = " ".join(["", *self._run_dir.foreign(self._config).values()])
+            lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}{flags}")
         say(self._console, *lines)

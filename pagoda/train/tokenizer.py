@@ -3,7 +3,6 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.errors import ConfigError
+from pagoda.memory.files import read_regular
 from pagoda.models.build import import_transformers, vocabulary_of
 from pagoda.models.gguf import gguf_in
 from pagoda.train.chat import ChatTemplate, trl_version
@@ -35,8 +35,12 @@ _FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "*.codes",
+    "normalizer.json",
 )
 """The files of a Hugging Face directory that may belong to a tokenizer."""
+_BESIDE = ("additional_chat_templates", "*processor*.json")
+"""What else users of an exported model read: a folder of chat templates, and settings for images and sound."""
 
 Encoded = npt.NDArray[np.int32]
 """The tokens of a document: id for each token that the loss counts, ~id (below 0) for all others."""
@@ -44,8 +48,7 @@ Encoded = npt.NDArray[np.int32]
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files of a directory that belong to a tokenizer, sorted by name."""
-    paths = sorted(path for path in directory.iterdir() if path.is_file())
-    return [path for path in paths if any(fnmatch(path.name, pattern) for pattern in _FILES)]
+    return sorted({path for pattern in _FILES for path in directory.glob(pattern) if path.is_file()})
 
 
 class Tokenizer(ABC):
@@ -58,7 +61,7 @@ class Tokenizer(ABC):
     key: str
     """Differs between tokenizers that may give different tokens."""
     files: Sequence[Path] = ()
-    """The files from which it was read."""
+    """The files from which it was read and others beside them, for exports."""
     chats: bool = False
     """Whether it has a chat template."""
     separates: bool = False
@@ -173,10 +176,11 @@ class ModelTokenizer(Tokenizer):
             self._folder = TemporaryDirectory(prefix="pagoda-tokenizer-")
             directory = Path(self._folder.name)
             tokenizer.save_pretrained(directory)
-        self.files = tokenizer_files(directory)
+        files = tokenizer_files(directory)
+        self.files = [*files, *(path for pattern in _BESIDE for path in sorted(directory.glob(pattern)))]
         self.chats = bool(tokenizer.chat_template)
-        for path in self.files:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        for path in files:
+            digest.update(path.name.encode() + b"\0" + read_regular(path))
         self.key = digest.hexdigest()
 
     def encode(self, documents: Sequence[Document], seen: Seen, *, first: bool) -> list[Encoded]:

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from pagoda.checkpoint.directory import committed
 from pagoda.config.reading import Reading
 from pagoda.errors import ConfigError, StorageError
-from pagoda.memory.files import read_regular, sync_descriptor, write_durably
+from pagoda.memory.files import open_regular, read_regular, sync_descriptor, write_durably
 from pagoda.memory.forms import whole, with_hash
 from pagoda.models.build import model_directory
 from pagoda.simulate.hardware import hardware_file
@@ -130,7 +130,9 @@ def open_tokens(
     if not place.exists():
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with FileLock(place.with_suffix(".lock")):
+            lock = place.with_suffix(".lock")
+            os.close(open_regular(lock, os.O_RDWR | os.O_CREAT))  # FileLock would empty a file that is linked there
+            with FileLock(lock):
                 if not place.exists():
                     with committed(place) as folder:
                         _Writer(folder, source, tokenizer).write(console or Console(quiet=True))
@@ -152,8 +154,8 @@ def _opened(place: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
     try:
         facts = whole(read_regular(place / _ABOUT))
         known = About(**{**facts, "seen": Seen(**facts["seen"])})
-        ids = np.memmap(place / _TOKENS, dtype=f"int{8 * known.itemsize}", mode="r", shape=(known.tokens,))
-        ends = np.memmap(place / _ENDS, dtype=np.int64, mode="r", shape=(known.documents,))
+        ids = _mapped(place / _TOKENS, f"int{8 * known.itemsize}", known.tokens)
+        ends = _mapped(place / _ENDS, "int64", known.documents)
         if known.fingerprint != "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends)):
             raise ValueError("not those that were written")
     except (OSError, ValueError) as error:
@@ -161,6 +163,11 @@ def _opened(place: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
     known.source, known.tokenizer = source.name, tokenizer.name
     known.seen.skipped = [*source.skipped, *known.seen.skipped]
     return Tokens(known, ids, ends, place.name)
+
+
+def _mapped(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
 
 
 def _key(source: Source, tokenizer: Tokenizer) -> str:
@@ -216,7 +223,7 @@ class _Writer:
             disable=not console.is_terminal,
             transient=True,
         )
-        with bar, (self._folder / _TOKENS).open("wb") as tokens, (self._folder / _ENDS).open("wb") as ends:
+        with bar, (self._folder / _TOKENS).open("xb") as tokens, (self._folder / _ENDS).open("xb") as ends:
             task = bar.add_task("", total=self._source.nbytes)
             found = documents(self._source, self._about.seen, lambda nbytes: bar.advance(task, nbytes))
             for batch in _batches(found):

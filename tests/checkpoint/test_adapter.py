@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pagoda
+from pagoda.checkpoint.directory import read_manifest, write_manifest
 from pagoda.checkpoint.export import export
 
 from .hf_models import build, logits, train
@@ -60,6 +61,29 @@ def test_an_adapter_with_another_name_is_exported_and_several_are_refused(tmp_pa
     model, optimizer = in_ram(model)
     with optimizer, pytest.raises(pagoda.ConfigError, match="adapters default, second"):
         export(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("forged", "said"),
+    [
+        ({"adapter_names": None}, "does not name its adapter: an earlier version of Pagoda wrote it"),
+        ({"megatron_config": {"a": 1}, "megatron_core": "a_strangers_module"}, "adapters of Megatron-Core's layers"),
+    ],
+)
+def test_what_a_checkpoint_says_of_its_adapter_imports_nothing(
+    forged: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "a_strangers_module.py").write_text("raise SystemExit('imported')")
+    _, optimizer = trained(lora())
+    optimizer.save_checkpoint(tmp_path / "step")
+    optimizer.close()
+    manifest = read_manifest(tmp_path / "step")
+    manifest["model"]["adapter"] |= forged
+    write_manifest(tmp_path / "step", manifest)
+    for merge in (False, True):
+        with pytest.raises(pagoda.ConfigError, match=said):
+            export(tmp_path / "step", tmp_path / "out", merge=merge)
 
 
 def test_prompts_are_exported_and_cannot_be_merged(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """`pagoda generate` and what `pagoda export` writes beside weights, of a run with a tokenizer."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, T5Config
 
 from pagoda.cli.main import main
@@ -15,7 +17,9 @@ from pagoda.train.chat import ChatTemplate
 from pagoda.train.generate import continued
 from pagoda.train.tokenizer import ByteTokenizer
 from tests.cli.workspace import Workspace
+from tests.files import content_of
 from tests.text_files import MARKED, chats, write_lines, write_pretrained
+from tests.tiny import at_the_first_batch
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,55 @@ def test_an_export_has_what_converters_read(folder: Path, tmp_path: Path) -> Non
     assert writes["eos_token_id"] == model.generation_config.eos_token_id
 
 
+def write_rich_model(directory: Path, **changes: Any) -> Path:
+    """A model whose directory has every kind of file that an export copies, and settings that are not the defaults."""
+    write_pretrained(directory)
+    said = {"eos_token_id": [0, 2], "temperature": 0.6, "top_p": 0.9, "do_sample": True, "their_own": [1]}
+    (directory / "generation_config.json").write_text(json.dumps({"transformers_version": "5.0.0", **said}))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "their_own": {"a": 1e-7}, **changes}))
+    for name in ("preprocessor_config.json", "special_tokens_map.json", "additional_chat_templates/tools.jinja"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("use_cache", "flags", "exported"),
+    [
+        (True, (), ()),
+        (False, ("--lora.rank", "2"), ("--merge",)),
+        pytest.param(True, ("--lora.rank", "2"), (), marks=pytest.mark.slow),
+    ],
+)
+def test_an_export_of_a_resumed_run_is_that_of_an_uninterrupted_one_and_has_all_that_the_model_came_with(
+    use_cache: bool, flags: tuple[str, ...], exported: tuple[str, ...], work: Workspace, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = write_rich_model(tmp_path / "model", use_cache=use_cache)
+    before = {str(path.relative_to(model)): path.read_bytes() for path in model.rglob("*") if path.is_file()}
+    settings = {"model": model, "out": tmp_path / "whole", "steps": 2, "eval_share": 0.0, "optim__lr": None}
+    assert main(work.args("-", *flags, **settings)) == 0
+    at_the_first_batch(lambda: signal.raise_signal(signal.SIGTERM), monkeypatch)
+    assert main(work.args("-", *flags, **{**settings, "out": tmp_path / "cut"})) == 128 + signal.SIGTERM
+    (model / "generation_config.json").unlink()
+    (model / "special_tokens_map.json").write_text("{} ")
+    assert main(["train", "--resume", "--out", str(tmp_path / "cut")]) == 0
+    found = []
+    for name in ("whole", "cut"):
+        assert main(["export", str(tmp_path / name), str(tmp_path / f"of {name}"), *exported]) == 0
+        found.append(content_of(tmp_path / f"of {name}"))
+    assert found[0] == found[1]
+    of_weights = {"model.safetensors", "config.json", "generation_config.json"}
+    assert {name: found[0].get(name) for name in before.keys() - of_weights} == {
+        name: before[name] for name in before.keys() - of_weights
+    }
+    if exported or not flags:
+        for name in ("config.json", "generation_config.json"):
+            others = {"dtype": None, "transformers_version": None}
+            assert {**json.loads(found[0][name]), **others} == {**json.loads(before[name]), **others}
+
+
 def generated(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     capsys.readouterr()
     assert main(["generate", *args, "--memory.host", "1GiB", "--tokens", "12"]) == 0
@@ -79,6 +132,49 @@ def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.Captu
     assert generated(capsys, str(folder / "again"), *args[1:3]) == said
     assert generated(capsys, *args, "--tile-limit", "8KiB") == said
     assert generated(capsys, *args, "--draw") == generated(capsys, *args, "--draw") != said
+
+
+@pytest.mark.parametrize(
+    ("precision", "data", "flags"),
+    [
+        ("fp32", "texts", ()),
+        ("bf16", "chats", ("--lora.rank", "4", "--optim.lr", "0.05")),
+        pytest.param("fp16", "texts", ("--tile-limit", "8KiB"), marks=pytest.mark.slow),
+        pytest.param("bf16", "chats", (), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_writes_again_what_it_wrote_in_its_last_sample(
+    precision: str, data: str, flags: tuple[str, ...], work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the same precision, with adapters beside the weights, and in a chat if the data were conversations."""
+    source = {"data": work.text} if data == "texts" else {}
+    name, prompt = f"{precision} {data} {len(flags)}", "What is 3"
+    sampled = ("--sample-every", "2", "--sample-tokens", "12", "--prompt", prompt)
+    lr = {"optim__lr": None} if "--optim.lr" in flags else {}
+    work.train(name, *sampled, *flags, steps=2, precision=precision, eval_share=0.0, **source, **lr)
+    sample = json.loads((work.root / name / "samples.jsonl").read_text())
+    before = prompt if data == "texts" else ""
+    args = (str(work.root / name), "--prompt", prompt)
+    assert generated(capsys, *args) == (before + sample["greedy"]).strip()
+    assert generated(capsys, *args, "--draw", "--seed", "2") == (before + sample["drawn"]).strip()
+
+
+def test_the_checkpoint_and_the_precision_are_said_and_are_true(
+    work: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(model: nn.Module, *_: Any, **__: Any) -> str:
+        return f"in {next(model.parameters()).dtype}"
+
+    monkeypatch.setattr("pagoda.train.generate.continued", written)
+    dtypes = {"fp32": "in torch.float32", "bf16": "in torch.bfloat16"}
+    run, half = work.root / "run", tmp_path / "half"
+    assert main(["export", str(run), str(half), "--dtype", "bf16"]) == 0
+    places = {run: (run / "checkpoints" / "step-000004", "fp32"), work.root / "model": (work.root / "model", "fp32")}
+    for source, (place, precision) in {**places, half: (half, "bf16")}.items():
+        assert main(["generate", str(source), "--prompt", "a", "--tokens", "1", "--memory.host", "64MiB"]) == 0
+        said = capsys.readouterr()
+        assert said.err.splitlines()[-1] == f"pagoda: reading {place}, computing in {precision}"
+        assert dtypes[precision] in said.out
 
 
 def test_a_run_with_adapters_writes_too_and_its_adapter_has_the_tokenizer(

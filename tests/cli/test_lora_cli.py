@@ -70,7 +70,8 @@ def test_adapters_train_over_weights_that_exceed_ram_and_keep_their_rank(
     found = adapters(last_checkpoint(trained))
     assert len(found) == 2 * 5 * len(TARGETS)
     assert all(value.any() for value in found.values()), "lora_B starts as zeros"
-    assert main(["train", "--resume", "--out", str(trained / "run"), "--steps", "6", "--lora.rank", "8"]) == 2
+    again = ["train", "--resume", "--out", str(trained / "run"), "--memory.ssd", str(trained / "ssd")]
+    assert main([*again, "--steps", "6", "--lora.rank", "8"]) == 2
     assert "--lora.rank 8 (the run has 4)" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """The `pagoda` command: flags become settings, mistakes become messages and exit codes."""
 
+import errno
 import io
 import subprocess
 import sys
@@ -62,6 +63,25 @@ def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path
         parsed("--resume")
     with pytest.raises(ConfigError, match="--config starts another run"):
         parsed(*flags, "--config", tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("whose", ["users", "library's"])
+def test_only_errors_of_files_that_the_user_named_are_one_line(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    path = str(tmp_path / ("run/inner" if whose == "users" else "cache of a library"))
+
+    def failing(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("pagoda.cli.inspect.run", failing)
+    if whose == "users":
+        assert main(["inspect", str(tmp_path / "run")]) == 2
+        assert capsys.readouterr().err == f"pagoda: {path} cannot be used: Permission denied\n"
+    else:
+        with pytest.raises(PermissionError):
+            main(["inspect", str(tmp_path / "run")])
 
 
 def test_help_works_as_a_module_and_imports_neither_torch_nor_transformers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_losses_are_those_of_the_model_that_transformers_quantizes_and_a_resumed
     whole = work.train("whole", *ADAPTED, quantize=bits)
     assert "Quantized: " in capsys.readouterr().out
     work.train("cut", *ADAPTED, steps=2, quantize=bits)
-    assert main(["train", "--resume", "--out", str(work.root / "cut"), "--steps", "4"]) == 0
+    assert main(work.resuming("cut", "--steps", "4")) == 0
     assert curve(work.metrics("cut")) == curve(whole)
     assert main(["export", str(work.root / "whole"), str(work.root / "adapter")]) == 0
 
@@ -125,7 +125,7 @@ def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and
     kept = work.train("kept", *flags, **usual)
     assert curve(work.train("streamed", *flags, **usual, memory__device="cpu:400KiB")) == curve(kept)
     work.train("cut", *flags, **usual, steps=2)
-    assert main(["train", "--resume", "--out", str(work.root / "cut"), "--steps", "4"]) == 0
+    assert main(work.resuming("cut", "--steps", "4")) == 0
     assert curve(work.metrics("cut")) == curve(kept)
 
     units = json.loads((work.root / "kept" / "plan.json").read_text())["units"]

@@ -77,9 +77,9 @@ def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_che
         for seen in line["staleness"].values():
             assert 0 <= seen["last"] <= seen["max"] <= 2
             assert seen["mean"] <= seen["max"]
-    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "5"]) == 0
+    assert main(work.resuming("run", "--steps", "5")) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2, 3, 4, 5]
-    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "99", "--update", "sync"]) == 2
+    assert main(work.resuming("run", "--steps", "99", "--update", "sync")) == 2
 
 
 def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
@@ -93,10 +93,10 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     first = work.root / "run" / "checkpoints" / "step-000001"
     assert f"SIGINT: stops after step 1 and saves {first}. Another signal" in said.err
     assert "loses all steps" in said.err
-    assert f"pagoda train --resume --out {work.root / 'run'}" in said.out.replace("\n", "")
+    assert f"pagoda train --resume --out {work.root / 'run'} --memory.ssd {work.ssd}" in said.out.replace("\n", "")
     assert [line["step"] for line in work.metrics("run")] == [1]
     assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
-    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "2"]) == 0
+    assert main(work.resuming("run", "--steps", "2")) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
 
 

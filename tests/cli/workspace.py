@@ -45,6 +45,11 @@ class Workspace:
         assert main(self.args(out, *flags, **changes)) == 0
         return self.metrics(out)
 
+    def resuming(self, out: str, /, *flags: str) -> list[str]:
+        """The command line that continues a run, with the directory of its pages."""
+        ssd = ["--memory.ssd", str(self.ssd)] if self._usual["memory__ssd"] else []
+        return ["train", "--resume", "--out", str(self.root / out), *ssd, *flags]
+
     def metrics(self, out: str) -> list[dict[str, Any]]:
         return read_metrics(self.root / out / "metrics.jsonl")
 

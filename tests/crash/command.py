@@ -105,7 +105,7 @@ def warm_up() -> None:
         (Path(path) / "ssd0").mkdir()
         assert main([*start, "--out", f"{path}/ram"]) == 0
         assert main([*start, *PAGED, "--memory.ssd", f"{path}/ssd0", "--out", run, "--steps", "2"]) == 0
-        assert main(["train", "--resume", "--out", run, "--steps", "3"]) == 0
+        assert main(["train", "--resume", "--out", run, "--memory.ssd", f"{path}/ssd0", "--steps", "3"]) == 0
         assert main(["export", run, f"{path}/exported"]) == 0
         assert main(["inspect", run, "--verify"]) == 0
         digest_of(Path(run))

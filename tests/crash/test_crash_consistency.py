@@ -316,9 +316,9 @@ def test_a_run_outlives_moves_and_other_runs(name: str, scenarios: Scenarios) ->
     happens, out, drives = MOVES[name]
     put(image, world.root)
     happens(world)
-    memory = ["--memory.ssd", ",".join(str(world.root / drive) for drive in drives.split(","))] if drives else []
+    ssd = ",".join(str(world.root / drive) for drive in (drives or "ssd0,ssd1").split(","))
     run = world.root / out
-    done = world.pagoda(["train", "--resume", "--out", str(run), *memory], run=run).check(0)
+    done = world.pagoda(["train", "--resume", "--out", str(run), "--memory.ssd", ssd], run=run).check(0)
     assert done.resumed_after == STEPS - 1, str(done)
     assert done.digest == expected, f"OTHER BITS\n{done}"
     if not drives:

@@ -151,6 +151,7 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_bits(
         shutil.rmtree(run, ignore_errors=True)
         code, errors = in_a_fork(tmp_path, lambda: main([*flags, "--out", str(run)]))
     else:
-        code, errors = in_a_fork(tmp_path, lambda: main(["train", "--resume", "--out", str(run)]))
+        again = ["train", "--resume", "--out", str(run), *flags[flags.index("--cache") :][:2]]
+        code, errors = in_a_fork(tmp_path, lambda: main(again))
     assert code == 0, errors
     assert digest_of(run) == expected

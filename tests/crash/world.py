@@ -145,13 +145,17 @@ class World:
     @property
     def start(self) -> list[str]:
         """The command that starts the run."""
-        drives = ",".join(str(self.root / f"ssd{drive}") for drive in range(self.drives))
-        memory = [*PAGED, "--memory.ssd", drives] if drives else []
+        memory = [*PAGED, *self._ssd] if self.drives else []
         return [*self.commands.start, *memory, *self.extra, "--out", str(self.run_dir)]
 
     @property
     def resume(self) -> list[str]:
-        return ["train", "--resume", "--out", str(self.run_dir)]
+        return ["train", "--resume", "--out", str(self.run_dir), *self._ssd]
+
+    @property
+    def _ssd(self) -> list[str]:
+        drives = ",".join(str(self.root / f"ssd{drive}") for drive in range(self.drives))
+        return ["--memory.ssd", drives] if drives else []
 
     def fresh(self) -> Image:
         """The world before any run."""

@@ -38,7 +38,7 @@ datasets.Dataset.from_list(rows).to_parquet("chats.parquet")
 TRAIN = "pagoda train --model model --precision fp32 --memory.host 600KiB --memory.ssd pages"
 COMMANDS = (
     f"{TRAIN} --data chats.jsonl --steps 4 --out runs/json",
-    "pagoda train --resume --out runs/json --steps 6",
+    "pagoda train --resume --out runs/json --memory.ssd pages --steps 6",
     f"{TRAIN} --data chats.parquet --steps 2 --out runs/parquet",
     "pagoda inspect runs/json --verify",
     "pagoda generate runs/json --prompt Hello --tokens 4",

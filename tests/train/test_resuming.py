@@ -92,7 +92,8 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None
         assert main(["export", str(checkpoint), str(tmp_path / checkpoint.name), "--dtype", "fp32"]) == 0
     assert tensors_of(tmp_path / last.name) == tensors_of(tmp_path / later.name) != {}
     assert curve(config) == first
-    assert main(["train", "--resume", "--out", str(config.out)]) == 0, "it goes on from the last one again"
+    again = ["train", "--resume", "--out", str(config.out), "--memory.ssd", str(config.memory.ssd)]
+    assert main(again) == 0, "it goes on from the last one again"
 
 
 def test_a_checkpoint_that_is_named_is_used_or_refused(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:

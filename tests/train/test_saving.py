@@ -1,7 +1,10 @@
 """A run saves often enough, and goes on where a checkpoint cannot be written, because its state still exists."""
 
 import errno
+import io
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pagoda.checkpoint import snapshot
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.sizes import format_bytes
-from pagoda.train import TrainConfig, saving
+from pagoda.train import TrainConfig, run, saving
 from pagoda.train.evaluate import Evaluator
 from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.run_dir import RunDir
@@ -138,6 +142,28 @@ def test_the_last_checkpoint_is_tried_again_for_a_while(
         with pytest.raises(StorageError, match=r"step-000002 could not be written: .*No space left"):
             trained(config)
     assert [line["step"] for line in read_metrics(RunDir(config.out).metrics)] == [1, 2]
+
+
+def test_a_signal_ends_the_tries_which_are_said_each_minute(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(saving, "_RETRY_S", 0.01)
+    monkeypatch.setattr(saving, "_SAY_S", 0.0)
+    config, tries = replace(config, checkpoint_every=0, steps=2), [0]
+
+    def full(*_: Any) -> None:
+        tries[0] += 1
+        if tries[0] == 3:
+            monkeypatch.setattr(saving, "_RETRY_S", 1e6)
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshot, "write_manifest", full)
+    shown = io.StringIO()
+    with pytest.raises(StorageError, match=r"step-000002 could not be written: .*No space left"):
+        run(config, Console(file=shown, width=500))
+    assert shown.getvalue().count("The state is still in memory") >= 2
+    assert "SIGTERM: stops without" in capfd.readouterr().err
 
 
 def test_a_disk_without_room_is_named_before_the_first_step(

@@ -225,15 +225,9 @@ class PageFile:
         return fd
 
     def _open(self, path: Path, flags: int) -> int:
-        with storage_errors(f"the page file {path} cannot be opened"):
-            with inside(path.parent.parent, path.parent.name) as folder:
-                descriptor = open_regular(path.name, flags, dir_fd=folder)
-            if flags != os.O_RDONLY and os.fstat(descriptor).st_nlink != 1:
-                os.close(descriptor)
-                raise StorageError(
-                    f"the page file {path} has a second name (a hard link): writing to it would change that file too"
-                )
-        return descriptor
+        what = f"the page file {path} cannot be opened"
+        with storage_errors(what), inside(path.parent.parent, path.parent.name) as folder:
+            return open_regular(path.name, flags, dir_fd=folder)
 
     def _free_bytes(self) -> int:
         """Bytes that an unprivileged user can still use on the file system."""

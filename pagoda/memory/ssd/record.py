@@ -18,6 +18,7 @@ from pagoda.memory.ssd.striped import StripedFile
 PREFIX = "pagoda-"
 RECORD, PAGES, COMMITS = "store.json", "pages", "commits"
 _MOST_SLOTS = 1 << 32
+_MOST_TABLE_BYTES = 1 << 34
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class StoreRecord:
         store."""
         path = self.commit_path(commit)
         with storage_errors(f"the page table {path} cannot be read"), self._commits() as commits:
-            content = read_regular(commit, dir_fd=commits)
+            content = read_regular(commit, dir_fd=commits, most_bytes=_MOST_TABLE_BYTES)
         found = Commit.from_bytes(content, path)
         if (found.store, found.commit, found.page_bytes) != (self.id, commit, self.page_bytes):
             raise StorageError(f"{path} is the page table of commit {found.commit} of store {found.store}")
