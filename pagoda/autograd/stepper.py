@@ -1,7 +1,6 @@
 """The stepper: collects the gradients of a step, computes their norm, and asks for the updates."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from pagoda.ranks.stages import Stages, StepTerms
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient, non_finite_error
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
-from pagoda.schedule.waits import lane_of_buffers
 
 _TOO_LATE = (
     "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated during backward. "
@@ -149,8 +147,7 @@ class Stepper:
 
     def _await_buffers(self, gradient: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
-        lane = self._executor.driver.ask(partial(lane_of_buffers, self._accesses.plan, self._scheduler))
-        self._accesses.wait(lambda: self._scheduler.held_back is None, lane, lambda: self._refuse(gradient))
+        self._accesses.wait(lambda: self._scheduler.held_back is None, "d2h", lambda: self._refuse(gradient))
 
     def _refuse(self, gradient: UnitGradient) -> None:
         """Raise the error for a gradient without a buffer."""
@@ -396,10 +393,9 @@ class Stepper:
         gradients = [*gradients]
         if gradients:  # after an error in backward, some may still have no buffer
             self._await_buffers(gradients[0])
-        start = time.perf_counter()
-        for gradient in gradients:
-            gradient.settle()
-        self._accesses.meter.stalled("d2h", time.perf_counter() - start)
+        with self._accesses.meter.waiting("d2h"):
+            for gradient in gradients:
+                gradient.settle()
 
     def _square_sums(
         self, gradients: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True

@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.schedule.served import Served, count_access
-from pagoda.schedule.waits import InFlight
+from pagoda.schedule.waits import Ended, InFlight, charged
 
 
 class StepMeter:
@@ -16,6 +17,8 @@ class StepMeter:
     def __init__(self, lanes: Sequence[str]) -> None:
         self._lock = threading.Lock()
         self._lanes = lanes
+        self._waits: tuple[list[Ended], ...] = ()
+        """For each wait that is under way, the work that has ended since it began."""
         self.recorder: TimelineRecorder | None = None
         """Where the step is recorded, if it is recorded."""
         self.reset()
@@ -31,19 +34,36 @@ class StepMeter:
         """Compute can read the weights that it has accessed."""
         count_access(self.accesses, access)
 
-    def stalled(self, lane: str, seconds: float) -> None:
-        """Compute waited for `lane`."""
+    def worked(self, lane: str, label: str, start_s: float, end_s: float, nbytes: int) -> None:
+        """Work of a lane has ended. Lanes call this from their threads."""
+        for ended in self._waits:
+            ended.append(Ended(lane, start_s, end_s))
+        if (recorder := self.recorder) is not None:
+            recorder.add(lane, label, start_s, end_s, nbytes)
+
+    @contextmanager
+    def waiting(self, lane: str) -> Iterator[None]:
+        """Inside, compute waits for `lane`, which may itself wait for others. The time is charged as in `charged`."""
+        ended: list[Ended] = []
+        start = time.perf_counter()
         with self._lock:
-            self.stall_s[lane] += seconds
-            if self.recorder is not None:
-                self.recorder.waited(seconds)
+            self._waits = (*self._waits, ended)
+        try:
+            yield
+        finally:
+            with self._lock:
+                end = time.perf_counter()
+                self._waits = tuple(other for other in self._waits if other is not ended)
+                for charge, seconds in charged(reversed(ended), start, end, lane):
+                    self.stall_s[charge] += seconds
+                if self.recorder is not None:
+                    self.recorder.waited(end - start)
 
     def wait_for(self, handle: Handle) -> None:
         """Wait until work of a lane has ended. Compute waits for that lane meanwhile. Raises the work's error."""
         if not handle.done:
-            start = time.perf_counter()
-            handle.wait_until_done()
-            self.stalled(handle.lane, time.perf_counter() - start)
+            with self.waiting(handle.lane):
+                handle.wait_until_done()
         handle.wait()
 
     def hold_back(self, in_flight: InFlight[Handle], most: int) -> None:

@@ -44,7 +44,8 @@ class StepStats:
     """True if a scaled gradient was not finite. Then the step changed only the loss scale."""
     step_s: float = 0.0
     stall_s: dict[str, float] = field(default_factory=dict)
-    """lane -> seconds that compute waited for it."""
+    """lane -> seconds that compute waited for it. Where it waited for a lane that itself waited for another, such as an
+    update that waited for reads, the other one counts."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """lane -> seconds that its threads worked, added up over threads."""
     bytes_moved: dict[str, int] = field(default_factory=dict)
