@@ -101,6 +101,7 @@ def forecast(
     Raises ConfigError for an unknown model or a setting that cannot be used.
     """
     check_configured(config)
+    config = replace(config, batch_size=max(1, config.batch_size))
     whole = described or describe_model(config)
     described = tensor_part_of(whole, config.tensor_parallel, config.states[0].whole)
     config, chosen = resolve_auto(config, machine, described)

@@ -10,6 +10,7 @@ from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
+from pagoda.models.build import model_directory
 from pagoda.models.divisions import OF_PAPERS, Division, divisions_of, heads_of
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
@@ -112,7 +113,8 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         )
     else:
         root, params, counted, built, layers = _tree_of_transformers(config, name, count_flops)
-        flops = {module: each / config.sequence_parallel for module, each in counted.items()}
+        each = max(1, config.batch_size) / config.sequence_parallel
+        flops = {module: each * of_one for module, of_one in counted.items()}
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
         row_with_mask = 0 if window_of(built, config.seq_len) is None else config.seq_len
@@ -142,6 +144,21 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
     )
 
 
+def check_named(name: str) -> None:
+    """Raises ConfigError if there is no model of this name."""
+    if name not in PAPER_SHAPES:
+        try:
+            model_directory(name)
+        except ConfigError as error:
+            raise _with_papers(error) from error
+
+
+def _with_papers(error: ConfigError) -> ConfigError:
+    """The error. If the model is unknown, it lists the papers' shapes, too."""
+    known = f" The papers' shapes: {', '.join(PAPER_SHAPES)}." if "unknown model" in str(error) else ""
+    return ConfigError(f"{error}{known}")
+
+
 def _check_experts(shape: PaperShape, ranks: int) -> None:
     """Raises ConfigError if ranks cannot divide the experts of a paper's shape."""
     if not shape.experts:
@@ -151,7 +168,7 @@ def _check_experts(shape: PaperShape, ranks: int) -> None:
 
 
 _OF_TREE = (
-    *("model", "seq_len", "batch_size", "expert_parallel", "tile_limit", "precision", "optimizer", "optim"),
+    *("model", "seq_len", "expert_parallel", "tile_limit", "precision", "optimizer", "optim"),
     *("quantize", "lora"),
 )
 """The settings on which the tree of a model of transformers depends, in addition to the limit of embeddings."""
@@ -159,7 +176,7 @@ _Tree = tuple[ModuleSpec, int, Mapping[str, float], Any, int]
 
 
 def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _Tree:
-    """Module tree, number of parameters, FLOPs per module, text configuration and number of layers."""
+    """Module tree, number of parameters, FLOPs per module of one sequence, text configuration and number of layers."""
     from pagoda.models.build import configuration_text
 
     memory = Memory(embedding_limit=config.memory.embedding_limit)
@@ -167,9 +184,7 @@ def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _
     try:
         return _built_tree(asked, configuration_text(name), count_flops)
     except ConfigError as error:
-        if name not in str(error) or "unknown model" not in str(error):
-            raise
-        raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
+        raise _with_papers(error) from error
 
 
 @lru_cache(maxsize=16)
@@ -179,7 +194,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
     what they take."""
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
-    from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
+    from pagoda.models.build import is_encoder_decoder, layer_count
     from pagoda.models.lora import add_adapters
     from pagoda.prepare.construct import describe
     from pagoda.prepare.operator_tiles import Tiling
@@ -204,7 +219,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
             exchange=first,
             most_looked_up=asked.looked_up_elements,
         )
-        counted = counting.forward_flops(model, asked.batch_size, asked.seq_len) if count_flops else {}
+        counted = counting.forward_flops(model, 1, asked.seq_len) if count_flops else {}
         whole = root = describe(model)
         if asked.quantize is not None:
             pack_without_values(model, packed.values(), asked.quantize)

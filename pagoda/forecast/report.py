@@ -76,7 +76,8 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "accesses": timeline.access_counts if timeline else {},
         "ssd_bytes_written_per_step": forecast.ssd_bytes_written_per_step if fits else None,
         "steps_until_worn": forecast.steps_until_worn if fits and isfinite(forecast.steps_until_worn) else None,
-        "reasons": [*forecast.notes, *forecast.resolved, *plan_reasons, *simulated],
+        "measured": forecast.machine.hardware.measured,
+        "reasons": [*forecast.notes, *forecast.machine.doubts(), *forecast.resolved, *plan_reasons, *simulated],
         "refusal": str(forecast.refusal) if forecast.refusal else None,
         "advice": list(advice),
         "units": plan.get("units", []),
@@ -128,6 +129,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
     yield from (Text(f"- {note}") for note in (*forecast.notes, *forecast.resolved))
     if forecast.choice is not None:
         yield _figures(forecast)
+        yield from (Text(f"- {doubt}") for doubt in forecast.machine.doubts())
         yield _lane_table(forecast)
         yield from (Text(f"- {reason}") for reason in forecast.choice.simulated)
     if advice:

@@ -24,7 +24,7 @@ GB = 10**9
 
 
 def named(**settings: Any) -> PlanConfig:
-    asked = {"model": "gpt-1b", "hardware": "v100-32gx8", "seq_len": 1024, "plan": "usual"}
+    asked = {"model": "gpt-1b", "hardware": "v100-32gx8", "batch_size": 1, "seq_len": 1024, "plan": "usual"}
     return PlanConfig(**{**asked, **settings})
 
 
