@@ -131,6 +131,7 @@ class Engine:
         executor = self._executor = Executor(
             self.scheduler, self.store, units, self.leases, self.gradients, updates, self._lanes["update"], device
         )
+        executor.driver.observe = self._meter.hold
         self.damage = executor.damage
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
         """Communication with the other ranks of this stage, if there are any."""
@@ -441,6 +442,7 @@ class Engine:
             busy_s={name: busy for name, (busy, _) in counters.items()},
             bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
             peak_bytes=self.peak_bytes(),
+            tier_use=meter.tier_use(self.plan),
             accesses=meter.accesses,
             replanned=replanned,
             staleness=dict(self.accesses.staleness),

@@ -44,8 +44,9 @@ def run(config: PlanConfig, console: Console) -> int:
         check_plotting()
     resolved: tuple[str, ...] = ()
     if config.model is not None:
-        config = replace(config, model=planned_name(config.model))
-        check_named(config.model)
+        name = planned_name(config.model)
+        check_named(name)
+        config = replace(config, model=name)
     if not measured:
         _measure_here(config)
     if config.max_model:

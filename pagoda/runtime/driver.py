@@ -25,6 +25,8 @@ class Driver:
     def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None]) -> None:
         """`execute` passes an operation to its lane. It may report the end at once."""
         self.scheduler = scheduler
+        self.observe: Callable[[Scheduler], None] = lambda _: None
+        """Called after events, under the lock."""
         self._execute = execute
         self._events: deque[Event] = deque()
         self._changed = threading.Condition(threading.Lock())
@@ -69,6 +71,7 @@ class Driver:
                 event(*arguments)
                 for operation in self.scheduler.take():
                     self._execute(operation)
+            self.observe(self.scheduler)
         except BaseException as error:
             self._broken = error
             raise

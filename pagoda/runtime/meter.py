@@ -4,11 +4,38 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
+from pagoda.plan.planner import Plan
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.timeline_recorder import TimelineRecorder
+from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.served import Served, count_access
 from pagoda.schedule.waits import Ended, InFlight, charged
+from pagoda.simulate.timeline import TierUse
+
+
+class _Held:
+    """Units of memory in use over a step."""
+
+    def __init__(self) -> None:
+        self._now = self._most = 0
+        self._since = self._start = time.perf_counter()
+        self._sum = 0.0
+
+    def restart(self, now: float) -> None:
+        self._start = self._since = now
+        self._sum, self._most = 0.0, self._now
+
+    def note(self, count: int) -> None:
+        if count != self._now:
+            now = time.perf_counter()
+            self._sum += self._now * (now - self._since)
+            self._now, self._since, self._most = count, now, max(self._most, count)
+
+    def until(self, now: float) -> tuple[float, int]:
+        """The mean and the most."""
+        return (self._sum + self._now * (now - self._since)) / max(1e-9, now - self._start), self._most
 
 
 class StepMeter:
@@ -19,6 +46,7 @@ class StepMeter:
         self._lanes = lanes
         self._waits: tuple[list[Ended], ...] = ()
         """For each wait that is under way, the work that has ended since it began."""
+        self._frames, self._pages = _Held(), _Held()
         self.recorder: TimelineRecorder | None = None
         """Where the step is recorded, if it is recorded."""
         self.reset()
@@ -29,10 +57,27 @@ class StepMeter:
         self.stall_s = dict.fromkeys(self._lanes, 0.0)
         self.accesses: dict[str, dict[str, float]] = {}
         """What accesses to weights found: see `schedule/served.py`. Only compute adds to them."""
+        for held in (self._frames, self._pages):
+            held.restart(self.started)
 
     def accessed(self, access: Served) -> None:
         """Compute can read the weights that it has accessed."""
         count_access(self.accesses, access)
+
+    def hold(self, scheduler: Scheduler) -> None:
+        """Note what leases and gradient buffers hold now. The driver calls this after events, under its lock."""
+        frames, _, pages, *_ = scheduler.usage
+        self._frames.note(frames)
+        self._pages.note(pages)
+
+    def tier_use(self, plan: Plan) -> dict[str, TierUse]:
+        """tier -> how much of its budget was in use since the step began. Offloaded activations are not counted."""
+        now = time.perf_counter()
+        means, peaks = (
+            plan.bytes_in_use(*of) for of in zip(self._frames.until(now), self._pages.until(now), strict=True)
+        )
+        budgets = {tier: budget for tier, budget in asdict(plan.budgets).items() if budget and tier in means}
+        return {tier: TierUse(means[tier] / budget, peaks[tier] / budget) for tier, budget in budgets.items()}
 
     def worked(self, lane: str, label: str, start_s: float, end_s: float, nbytes: int) -> None:
         """Work of a lane has ended. Lanes call this from their threads."""

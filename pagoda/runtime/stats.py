@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from pagoda.plan.activations import ActivationBytes
 from pagoda.schedule.served import AccessCounts, Found, hit_rate
+from pagoda.simulate.timeline import TierUse
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class StepStats:
     """lane -> bytes."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """tier -> most bytes in use since `wrap()`."""
+    tier_use: dict[str, TierUse] = field(default_factory=dict)
+    """tier -> share of its budget that pages took in this step, without offloaded activations: mean and peak."""
     accesses: AccessCounts = field(default_factory=dict)
     """Where weights come from (a tier, or "ranks") -> how often an access found them there (`hit`), on their way
     (`late`) or neither (`fault`), and the seconds that the thread waited (`late_s`, `fault_s`). On a GPU, this thread

@@ -15,9 +15,8 @@ from statistics import fmean
 
 from pagoda.plan.activations import BUFFERED
 from pagoda.plan.exchanges import ROWS, Exchange
-from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE, HOST, LANES
+from pagoda.plan.tiers import COLLECTIVE, LANES
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
@@ -266,15 +265,14 @@ class Simulation:
                 self._stall_s[lane] += seconds
 
     def _held_bytes(self, start: float, end: float) -> dict[str, tuple[tuple[float, int], ...]]:
-        """Bytes of every tier over a step. Leases and gradient buffers come and go; other lines are constant."""
-        page = self._plan.page_bytes
+        """Bytes of every tier over a step."""
+        fixed, of_frame, of_page = (self._plan.bytes_in_use(*one) for one in ((0, 0), (1, 0), (0, 1)))
         held_bytes: dict[str, tuple[tuple[float, int], ...]] = {}
-        for tier, lines in self._plan.bytes.items():
-            fixed = sum(nbytes for line, nbytes in lines.items() if line not in (LEASES, STAGING))
-            leases, staging = tier == self._plan.lease_tier, tier == HOST
+        for tier in self._plan.bytes:
             account: list[tuple[float, int]] = []
+            frame, page = of_frame[tier] - fixed[tier], of_page[tier] - fixed[tier]
             for seconds, (frames, pages) in self._execution.in_use:
-                in_use = fixed + (frames * leases + pages * staging) * page
+                in_use = fixed[tier] + frames * frame + pages * page
                 if seconds <= start:
                     account = [(0.0, in_use)]
                 elif seconds <= end and in_use != account[-1][1]:

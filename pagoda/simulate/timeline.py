@@ -32,6 +32,14 @@ class TimelineSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TierUse:
+    """Share of a tier's budget that is in use during a step."""
+
+    mean: float
+    peak: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """One step of every lane, in steady state.
 
@@ -62,6 +70,17 @@ class Timeline:
         for span in self.spans:
             busy[span.lane] = busy.get(span.lane, 0.0) + span.end_s - max(0.0, span.start_s)
         return busy
+
+    def tier_use(self, budgets: Mapping[str, int | None]) -> dict[str, TierUse]:
+        """tier -> how much of its budget is in use, for tiers that have one."""
+        uses = {}
+        for tier, account in self.held_bytes.items():
+            if budget := budgets.get(tier):
+                ends = [seconds for seconds, _ in account[1:]] + [self.step_s]
+                held = [(end - begin, nbytes) for (begin, nbytes), end in zip(account, ends, strict=True)]
+                mean = sum(seconds * nbytes for seconds, nbytes in held) / self.step_s
+                uses[tier] = TierUse(mean / budget, max(nbytes for _, nbytes in held) / budget)
+        return uses
 
     @cached_property
     def bytes_moved(self) -> Mapping[str, int]:
