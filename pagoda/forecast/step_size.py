@@ -28,7 +28,7 @@ def with_step_size(config: PlanConfig, machine: Machine) -> tuple[PlanConfig, tu
     if config.batch_size:
         return config, ()
     described = describe_model(config)
-    tokens = config.tokens_per_step or TOKENS_PER_STEP
+    tokens, config = config.tokens_per_step or TOKENS_PER_STEP, replace(config, tokens_per_step=None)
     ranks = machine.ranks.data_parallel // config.sequence_parallel
     target = max(1, round(tokens / config.seq_len / ranks))
     room, kept = _room_for_activations(config, machine)
@@ -42,7 +42,7 @@ def with_step_size(config: PlanConfig, machine: Machine) -> tuple[PlanConfig, tu
     chosen = f"--batch-size {batch} --accumulation-steps {passes}"
     each = batch * passes * ranks * config.seq_len
     reason = f"{chosen}: about {each:,} tokens a step (--tokens-per-step), as `pagoda train` chooses them."
-    return replace(config, batch_size=batch, accumulation_steps=passes, tokens_per_step=None), (reason,)
+    return replace(config, batch_size=batch, accumulation_steps=passes), (reason,)
 
 
 def _room_for_activations(config: PlanConfig, machine: Machine) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagoda.simulate.timeline import Timeline, TimelineSpan
+from pagoda.simulate.timeline import TierUse, Timeline, TimelineSpan
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,9 @@ def test_the_lane_that_binds_is_the_one_that_compute_waits_for_most_if_it_waits_
 ) -> None:
     spans = tuple(TimelineSpan(lane, "work", 0.0, seconds) for lane, seconds in busy.items())
     assert Timeline(1.0, spans, waits).binding_lane == binds
+
+
+def test_the_use_of_a_tier_is_its_mean_over_the_step_and_its_peak() -> None:
+    held = {"host": ((0.0, 10), (1.0, 30), (3.0, 10)), "ssd": ((0.0, 5),)}
+    uses = Timeline(4.0, (), {}, held).tier_use({"host": 40, "device": None, "ssd": 10})
+    assert uses == {"host": TierUse(0.5, 0.75), "ssd": TierUse(0.5, 0.5)}
