@@ -61,7 +61,7 @@ sequences of 1,024), T5s have hidden 8,192 and sequences of 512. Assumptions:
 - ZeRO stage 3, data parallel, one micro-batch, no clipping. Units have at most 512 MiB of weights, and are updated
   during backward. Matrices above 256 MiB are cut into at most 64 tiles.
 - Pages may use nine tenths of RAM and drives, and all of a GPU but 1 GiB and the activations (ZeRO-Infinity's
-  formulas). Activation checkpoints that take more than half of a GPU are in RAM; their copies take no time.
+  formulas). Activation checkpoints take up to half of a GPU, and the rest is in RAM; their copies take no time.
 - Parts of large models, FLOPs and rates are as in [the papers' experiments](papers/experiments.md).
 """
 

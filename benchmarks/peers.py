@@ -168,7 +168,7 @@ def largest(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Calla
         of_limit = kept.setdefault(limit, {})
         for name in arguments.systems:
             if name in of_limit and not arguments.again:
-                at_least[name] = of_limit[name]["layers"]
+                at_least[name] = max(at_least[name], of_limit[name]["layers"])
                 if of_limit[name]["stopped_by"] != NOT_TRIED or at_least[name] >= most:
                     continue
             first = int(parse_bytes(limit) - PROCESS_BYTES) // int(SYSTEMS[name].ram_bytes * of_layer)

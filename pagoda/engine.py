@@ -129,9 +129,12 @@ class Engine:
         executor = self._executor = Executor(
             self.scheduler, self.store, units, self.leases, self.gradients, updates, self._lanes["update"], device
         )
+        executor.driver.observe = self._meter.hold
         self.damage = executor.damage
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
         """Communication with the other ranks of this stage, if there are any."""
+        for lane in self._lanes.values():
+            lane.report = self._meter.worked
         self.accesses = Accesses(plan, executor, self.leases, device, self._meter, self.rank_group)
         self.accesses.owner = self
         self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, self.rank_group)
@@ -421,15 +424,10 @@ class Engine:
 
     def trace_next_step(self) -> None:
         """Record from now until the end of the next `step()`."""
-        self._record_to(TimelineRecorder())
-
-    def _record_to(self, recorder: TimelineRecorder | None) -> None:
-        self._meter.recorder = recorder
-        for lane in self._lanes.values():
-            lane.recorder = recorder
+        self._meter.recorder = TimelineRecorder()
 
     def _end_recording(self, recorder: TimelineRecorder) -> None:
-        self._record_to(None)
+        self._meter.recorder = None
         plan, tier = self.plan, self.plan.lease_tier
         leases = plan.bytes[tier].get(LEASES, 0) if tier is not None else 0
         self.timeline = recorder.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
@@ -470,6 +468,7 @@ class Engine:
             busy_s={name: busy for name, (busy, _) in counters.items()},
             bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
             peak_bytes=self.peak_bytes(),
+            tier_use=meter.tier_use(self.plan),
             accesses=meter.accesses,
             replanned=replanned,
             staleness=dict(self.accesses.staleness),

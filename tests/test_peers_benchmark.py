@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import peers
 from peer_suite.process import Peer, Task, Turns
+from peer_suite.report import by_ram
 from peer_suite.systems import PLAIN, SYSTEMS
 from turns import HERE, TurnFailed, TurnTaker
 
@@ -121,3 +122,15 @@ def test_a_run_writes_its_figures_and_goes_on_where_it_stopped(tmp_path: Path, m
     assert SYSTEMS["pagoda-ssd"].label in page.read_text()
     for plot in ("peers_time.png", "peers_tokens.png"):
         assert (tmp_path / plot).stat().st_size > 1000
+
+
+def test_what_trains_in_less_ram_trains_in_more() -> None:
+    limits = {
+        "6GiB": {"a": {"parameters": 20}, "b": {"parameters": 9}},
+        "3GiB": {"a": {"parameters": 49}, "b": {"parameters": 4}},
+    }
+    grown = by_ram(limits)
+    assert [(limit, of["a"]["parameters"], of["b"]["parameters"]) for limit, of in grown.items()] == [
+        ("3GiB", 49, 4),
+        ("6GiB", 49, 9),
+    ]

@@ -58,7 +58,7 @@ CLAIMS: Sequence[Claim] = (
         "32T",
         "ZeRO-Infinity, 32 DGX-2 with NVMe",
         Setting("v100-32gx16", nodes=32, batch=1, ssd=True),
-        "Activation checkpoints fill RAM",
+        "GPUs hold a part of the activation checkpoints",
     ),
     Claim(
         "175B at about 109 TFLOP/s a GPU",

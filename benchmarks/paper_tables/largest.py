@@ -94,10 +94,8 @@ def budgets_of(setting: Setting, shape: PaperShape) -> Budgets:
     checkpoints, work = activations(shape, setting.batch)
     device = hardware.device.memory_bytes.value - CONTEXT_BYTES - work
     host = hardware.cpu.memory_bytes.value * HOST_SHARE / hardware.gpus_per_node
-    if checkpoints <= device / 2:
-        device -= checkpoints
-    else:
-        host -= checkpoints
+    on_device = max(0.0, min(checkpoints, device / 2))
+    device, host = device - on_device, host - (checkpoints - on_device)
     if min(device, host) <= 0:
         raise BudgetError("activations leave nothing for pages", tier="device", needed_bytes=0)
     ssd = None

@@ -89,7 +89,7 @@ def _failures(variants: Figures) -> list[str]:
 
 def _largest(part: Figures) -> list[str]:
     settings = part["settings"]
-    limits = dict(sorted(part["figures"].items(), key=lambda of: parse_bytes(of[0])))
+    limits = by_ram(part["figures"])
     lines = [
         f"{_machine(part, settings['precision'])}, more or fewer layers, {settings['tokens']} tokens, three steps."
     ]
@@ -99,6 +99,18 @@ def _largest(part: Figures) -> list[str]:
     for name, label in labels.items():
         lines.append(_row(label, *(_most(of.get(name)) for of in limits.values())))
     return [*lines, ""]
+
+
+def by_ram(limits: Figures) -> dict[str, Figures]:
+    """The largest models by limit, the least first. What trains in less RAM trains in more, if a search ended early."""
+    grown: dict[str, Figures] = {}
+    largest: Figures = {}
+    for limit in sorted(limits, key=parse_bytes):
+        for name, figures in limits[limit].items():
+            if name not in largest or figures["parameters"] >= largest[name]["parameters"]:
+                largest[name] = figures
+        grown[limit] = {name: largest[name] for name in limits[limit]}
+    return grown
 
 
 def _most(figures: Figures | None) -> str:
@@ -120,7 +132,7 @@ def draw(result: Figures, folder: Path) -> None:
         _draw_time(part, folder / "peers_time.png")
         _draw_tokens(part, folder / "peers_tokens.png")
     if "largest" in result:
-        _draw_largest(result["largest"]["figures"], folder / "peers_largest.png")
+        _draw_largest(by_ram(result["largest"]["figures"]), folder / "peers_largest.png")
 
 
 def _draw_time(part: Figures, path: Path) -> None:

@@ -296,18 +296,16 @@ class Accesses:
         self._last = None
 
     def wait(self, until: Callable[[], bool], lane: str, refuse: Callable[[], None] = lambda: None) -> None:
-        """Wait until a condition on the scheduler holds or an update has failed. The waiting time is counted for
-        `lane`. If nothing can make the condition hold, `refuse` is called, which raises."""
+        """Wait until a condition on the scheduler holds or an update has failed. The waiting time is charged to
+        `lane`, or to what that waits for. If nothing can make the condition hold, `refuse` is called, which raises."""
         if self._driver.ask(until):
             return
 
         def ended() -> bool:
             return until() or self._scheduler.broken
 
-        start = time.perf_counter()
-        with labelled(f"pagoda::wait_{lane}"):
+        with self.meter.waiting(lane), labelled(f"pagoda::wait_{lane}"):
             self.turn.waiting(self._driver.wait, ended, lambda: self._find_way_out(ended, refuse))
-        self.meter.stalled(lane, time.perf_counter() - start)
         # It may hold no longer: ranks may have added up another gradient since.
         if self._scheduler.broken and not until():
             self.turn.waiting(self._executor.damage.raise_cause)

@@ -1,7 +1,6 @@
 """The stepper: collects the gradients of a step, computes their norm, and asks for the updates."""
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from pagoda.ranks.stages import Stages, StepTerms
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient, non_finite_error
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, segments_of
-from pagoda.schedule.waits import lane_of_buffers
 
 _APPLIED = (
     "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after every announced "
@@ -131,8 +129,7 @@ class Stepper:
 
     def _await_buffers(self, gradient: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
-        lane = self._executor.driver.ask(partial(lane_of_buffers, self.accesses.plan, self.scheduler))
-        self.accesses.wait(lambda: self.scheduler.held_back is None, lane, lambda: self.refuse(gradient))
+        self.accesses.wait(lambda: self.scheduler.held_back is None, "d2h", lambda: self.refuse(gradient))
 
     def refuse(self, gradient: UnitGradient) -> None:
         """Raise the error for a gradient without a buffer."""
@@ -360,10 +357,9 @@ class Stepper:
                 self._offload(gradient, last=False)
         if gradients:  # after an error in backward, some may still have no buffer
             self._await_buffers(gradients[0])
-        start = time.perf_counter()
-        for gradient in gradients:
-            self.accesses.turn.waiting(gradient.settle)
-        self.accesses.meter.stalled("d2h", time.perf_counter() - start)
+        with self.accesses.meter.waiting("d2h"):
+            for gradient in gradients:
+                self.accesses.turn.waiting(gradient.settle)
 
     def _square_sums(
         self, gradients: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True

@@ -7,30 +7,38 @@ from rich.console import Console
 
 from pagoda.config.commands import CalibrateConfig
 from pagoda.errors import ConfigError
+from pagoda.simulate.hardware import Hardware, hardware_file, write_hardware
 from pagoda.train.progress import say
 
 
 def run(config: CalibrateConfig, console: Console) -> int:
     """Measure, print the figures and write them. Returns the exit code."""
-    import torch
-
-    from pagoda.calibrate import calibrate
     from pagoda.calibrate.table import figure_table
-    from pagoda.mesh.world import launched
-    from pagoda.simulate.hardware import hardware_file, write_hardware
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    writes = launched().rank == 0
-    path = config.out or hardware_file()
-    if writes:
-        _check_writable(path)
-    with console.status("Measuring this machine") as status:
-        hardware = calibrate(config.ssd, device, lambda what: status.update(f"Measuring {what}"))
-    if writes:
-        write_hardware(hardware, path)
+    hardware, path = measure(config, console)
+    if path is not None:
         console.print(figure_table(hardware))
         say(console, f"Written to {path}")
     return 0
+
+
+def measure(config: CalibrateConfig, console: Console) -> tuple[Hardware, Path | None]:
+    """Measure this machine. Shows on the console what is measured. Returns the figures, and the file that they were
+    written to, which is None except on the first rank."""
+    import torch
+
+    from pagoda.calibrate import calibrate
+    from pagoda.mesh.world import launched
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = (config.out or hardware_file()) if launched().rank == 0 else None
+    if path is not None:
+        _check_writable(path)
+    with console.status("Measuring this machine") as status:
+        hardware = calibrate(config.ssd, device, lambda what: status.update(f"Measuring {what}"))
+    if path is not None:
+        write_hardware(hardware, path)
+    return hardware, path
 
 
 def _check_writable(path: Path) -> None:

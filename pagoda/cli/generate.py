@@ -34,8 +34,9 @@ def run(config: GenerateConfig, console: Console) -> int:
     has_tokenizer = gguf_in(directory) is not None or (directory.is_dir() and tokenizer_files(directory))
     tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
     source = _opened(weights, config)
+    computes = source.precision or "the dtypes of the weights"
     with suppress(OSError):  # the text is what was asked for
-        print(f"pagoda: reading {weights}, computing in {source.precision or 'the dtypes of the weights'}", file=sys.stderr, flush=True)
+        print(f"pagoda: reading {weights}, computing in {computes}", file=sys.stderr, flush=True)
     frozen = source.model.requires_grad_(False)
     model, optimizer = wrap(frozen, AdamW(), memory=config.memory, precision=source.precision, tiles=source.tiles)
     try:

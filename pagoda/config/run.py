@@ -92,8 +92,7 @@ class Run(Training, Workload):
     """
     quantize: Literal["4bit", "8bit"] | None = None
     """With --lora.rank: hold the model's own linear layers and experts in 4 bits (NF4 of bitsandbytes) or 8 bits
-    (integers of torchao), as in QLoRA. They then compute slightly different outputs. `pagoda plan` assumes that this
-    takes no more time."""
+    (integers of torchao), as in QLoRA. They then compute slightly different outputs."""
     plan: PlanMode | None = None
     """search: simulate several plans, with the machine's speeds from `pagoda calibrate`, and take the fastest. usual:
     take the planner's first choice. The bits are the same. The default is search. For `pagoda train`, it is usual on

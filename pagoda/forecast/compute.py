@@ -1,6 +1,6 @@
 """How long each module of the model computes if nothing else uses the machine."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,26 @@ class Compute:
         forward = {module: flops / flop_per_s for module, flops in forward_flops.items()}
         backward = {module: (2 - (module in frozen) + recompute) * seconds for module, seconds in forward.items()}
         return cls(forward, backward)
+
+    def with_unpacking(self, seconds: Mapping[str, float], recompute: bool) -> "Compute":
+        """The same, with the `seconds` in which modules dequantize their weights. Forward and backward each do, and so
+        does recomputation."""
+        return Compute(
+            {**self.forward_s, **{m: self.forward_s.get(m, 0.0) + s for m, s in seconds.items()}},
+            {**self.backward_s, **{m: self.backward_s.get(m, 0.0) + (1 + recompute) * s for m, s in seconds.items()}},
+        )
+
+    def with_least(self, modules: Sequence[ModuleSpec], least_s: float, recompute: bool) -> "Compute":
+        """The same, where each of these modules computes for at least `least_s` seconds in forward, and in backward as
+        often again as it runs there."""
+        forward, backward = dict(self.forward_s), dict(self.backward_s)
+        for module in modules:
+            names = [inside.name for inside in module.modules() if not inside.children]
+            for times, least in ((forward, least_s), (backward, (1 + recompute) * least_s)):
+                missing = least - sum(times.get(name, 0.0) for name in names)
+                if missing > 0:
+                    times[names[-1]] = times.get(names[-1], 0.0) + missing
+        return Compute(forward, backward)
 
     @classmethod
     def from_profile(cls, profile: "ComputeProfile", root: ModuleSpec) -> "Compute":

@@ -3,11 +3,14 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 from pagoda.config.run import Run
 from pagoda.config.settings import require, require_count
 from pagoda.errors import ConfigError
+from pagoda.memory.sizes import parse_bytes
 from pagoda.models.lora import LoraConfig
 from pagoda.plan.tiles import piece_tokens, tile_tokens
 
@@ -29,13 +32,13 @@ class SizedRun(Run):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward pass on one GPU."""
-        return self.batch_size * self._part
+        """Tokens of one forward pass on one GPU. It has one sequence if the number is still to be chosen."""
+        return max(1, self.batch_size) * self._part
 
     @property
     def tile_tokens(self) -> int:
         """Tokens that a layer runs at a time."""
-        return tile_tokens(self.batch_tiles, self.batch_size, self._part)
+        return tile_tokens(self.batch_tiles, max(1, self.batch_size), self._part)
 
     @property
     def piece_tokens(self) -> int:
@@ -61,8 +64,11 @@ class PlanConfig(SizedRun):
     max_model: bool = False
     """Instead of --model: find the largest GPT that fits, and plan it."""
     hardware: str = "auto"
-    """This machine as `pagoda calibrate` measured it (auto), a named machine, or a hardware file. A machine has
-    one GPU (h100, a100-40g, rtx4090, ...), or as many as its name says (h100x8)."""
+    """This machine as `pagoda calibrate` measured it (auto; measured now if it was not), a named machine, or a hardware
+    file. A machine has one GPU (h100, a100-40g, rtx4090, ...), or as many as its name says (h100x4)."""
+    ram: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """RAM of a node of named hardware, such as 64GiB. By default what its vendor puts in, or what is assumed, as the
+    plan then says."""
     nodes: int = 1
     """Number of equal nodes."""
     gpus_per_node: int | None = None
@@ -71,8 +77,12 @@ class PlanConfig(SizedRun):
     search_degrees: tuple[Degree, ...] = ()
     """Degrees to choose for the fastest step: tensor, pipeline, expert, replicas. What is not named stays as set. A
     step keeps its sequences: ranks that share a batch have more --accumulation-steps."""
-    batch_size: int = 1
+    batch_size: int = 0
+    """Sequences per forward pass, on each rank. 0: as many as have room, of those of --tokens-per-step."""
     seq_len: int = 1024
+    tokens_per_step: int | None = None
+    """Without --batch-size: about how many tokens a step has, over all ranks. By default 16384, as for `pagoda train`.
+    """
     lora: LoraConfig = field(default_factory=LoraConfig)
     steps: int = 1000
     """Steps of the run, for its time and what it writes to the SSD."""
@@ -84,13 +94,19 @@ class PlanConfig(SizedRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "nodes", "steps"):
+        for name in ("nodes", "steps"):
             require_count(name, getattr(self, name), 1)
+        require_count("batch_size", self.batch_size, 0)
+        if self.tokens_per_step is not None:
+            require_count("tokens_per_step", self.tokens_per_step, 1)
+            require(not self.batch_size, "tokens_per_step", self.tokens_per_step, "left out, or batch_size")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 (a token and the next)")
         if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):
             raise ConfigError("--max-model searches with data-parallel ranks only: name the model in --model")
         if self.gpus_per_node is not None:
             require_count("gpus_per_node", self.gpus_per_node, 1)
+        if self.ram is not None:
+            require(parse_bytes(self.ram, "ram") > 0, "ram", self.ram, "above 0")
         require(self.tokens < _MOST_TOKENS, "batch_size", self.batch_size, "smaller, or seq_len: too many tokens")
         self.lora.check_with(self)
         if self.max_model and self.lora.rank is not None:

@@ -15,6 +15,7 @@ from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.pipeline import stages_of
 from pagoda.forecast.problem import pass_bound_s, work_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem
+from pagoda.forecast.step_size import with_step_size
 from pagoda.forecast.tensor_parallel import tensor_part_of
 from pagoda.plan.activations import recomputes
 
@@ -61,10 +62,11 @@ def search_degrees(config: PlanConfig) -> tuple[PlanConfig, tuple[str, ...]]:
 
     Raises ConfigError with the reason if no candidate can be used.
     """
+    config, sized = with_step_size(config, find_machine_for(_plain(config)))
     ways, refusals = _ways(config)
     if not ways:
         raise refusals[0][1]
-    reasons = [*_left_at_one(config, ways, refusals)]
+    reasons = [*sized, *_left_at_one(config, ways, refusals)]
     tried: list[Way] = []
     for way in sorted(ways, key=lambda way: way.bound_s):
         if tried and way.bound_s >= min(way.step_s for way in tried):

@@ -10,7 +10,7 @@ from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, with_precision
 from pagoda.forecast.model_description import ModelDescription, describe_model
-from pagoda.forecast.problem import Problem
+from pagoda.forecast.problem import EXPERT_S, Problem, experts_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
 from pagoda.forecast.search import Choice, search, usual
 from pagoda.forecast.tensor_parallel import tensor_part_of
@@ -102,6 +102,7 @@ def forecast(
     """
     config, why = with_precision(config, machine.hardware)
     check_configured(config)
+    config = replace(config, batch_size=max(1, config.batch_size))
     whole = described or describe_model(config)
     described = tensor_part_of(whole, config.tensor_parallel, config.states[0].whole)
     config, chosen = resolve_auto(config, machine, described)
@@ -114,6 +115,10 @@ def forecast(
         return replace(made, refusal=refusal)
     rate = machine.hardware.matmul(config.chosen_precision).reached_flop_per_s
     how = f"FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
+    if described.packed:
+        how += ", and reads and writes of memory that dequantize weights"
+    if machine.hardware.device is not None and (experts := len(experts_of(described.root))):
+        how += f"; a visit to one of {experts:,} experts takes {EXPERT_S * 1e3:g} ms or more (assumed)"
     if measure and machine.here and machine.hardware.device is None and described.measurable:
         problem = replace(problem, compute=_measured(config, problem))
         choice = choice.with_times(problem)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pagoda.budgets import HOST_SHARE, ssd_budget
 from pagoda.calibrate.matmul import precision_for
@@ -17,12 +16,13 @@ from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import shared
 from pagoda.plan.second_placement import left_for_pages
 from pagoda.plan.tiers import DEVICE, HOST
-from pagoda.simulate.hardware import Figure, Hardware, hardware_file, read_hardware
-from pagoda.simulate.machines import MACHINES, find_machine
+from pagoda.simulate.hardware import Figure, Hardware
+from pagoda.simulate.machines import AUTO, hardware_named
 
-AUTO = "auto"
 CONTEXT_BYTES = 1 << 30
 """Bytes of a GPU's memory taken by CUDA and its libraries, or lost to the allocator's fragmentation."""
+
+_GIVEN_RAM = "as asked"
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,17 @@ class Machine:
         """Bytes, pages included, of the memory where one rank computes: GPU memory without CUDA's own, or RAM."""
         device = self.hardware.device
         return self.ram if device is None else int(device.memory_bytes.value) - CONTEXT_BYTES
+
+    def doubts(self) -> Iterator[str]:
+        """Why a forecast for this machine may be wrong, in sentences."""
+        hardware = self.hardware
+        if not hardware.measured:
+            yield (
+                f"{hardware.name} was not measured: its speeds are from datasheets and papers, or assumed. "
+                "`pagoda calibrate` on it writes a file for --hardware."
+            )
+        if hardware.device is not None:
+            yield "No run on a GPU has confirmed a plan yet."
 
     def speeds(self) -> Iterator[str]:
         """The speeds of links, drives and RAM of a machine that was not measured here, with their sources."""
@@ -83,7 +94,12 @@ def find_machine_for(config: PlanConfig) -> Machine:
     Raises ConfigError for unknown or unreadable hardware, for more GPUs than it has, and for several nodes without a
     network.
     """
-    hardware = hardware_of(config)
+    hardware = hardware_named(config.hardware)
+    if config.ram is not None:
+        if config.hardware == AUTO:
+            raise ConfigError("--ram is for a machine that --hardware names: limit pages here with --memory.host")
+        ram = Figure(parse_bytes(config.ram, "ram"), _GIVEN_RAM)
+        hardware = replace(hardware, cpu=replace(hardware.cpu, memory_bytes=ram))
     if config.gpus_per_node is not None:
         hardware = hardware.with_gpus(config.gpus_per_node)
     if config.nodes > 1 and hardware.inter_node_bytes_per_s is None:
@@ -119,22 +135,6 @@ def with_precision(config: PlanConfig, hardware: Hardware) -> tuple[PlanConfig, 
     slowdown = fp32.reached_flop_per_s.value / bf16.reached_flop_per_s.value
     precision, why = precision_for(slowdown)
     return replace(config, precision=precision), (f"precision: {precision}, because {why}.",)
-
-
-def hardware_of(config: PlanConfig) -> Hardware:
-    """The hardware that the configuration names. Raises ConfigError for unknown or unreadable hardware."""
-    name = config.hardware
-    if name == AUTO:
-        path = hardware_file()
-        if not path.exists():
-            raise ConfigError(
-                f"this machine has not been measured yet ({path} does not exist): run `pagoda calibrate --ssd DIR` "
-                f"first, which takes a minute, or name a machine in --hardware: {', '.join(MACHINES)}"
-            )
-        return read_hardware(path)
-    if name not in MACHINES and (Path(name).suffix == ".json" or Path(name).is_file()):
-        return read_hardware(Path(name))
-    return find_machine(name)
 
 
 def budgets_for(machine: Machine, memory: Memory, activations: ActivationEstimate) -> tuple[Budgets, tuple[str, ...]]:
@@ -193,9 +193,13 @@ def _host_budget(machine: Machine, memory: Memory, beside: int, notes: list[str]
     host = min(most, ram - beside)
     if host <= 0:
         raise _no_room(HOST, ram, beside)
-    what = ("the RAM that is free now" if machine.here else "RAM") + (f", shared by {ranks}" if ranks > 1 else "")
+    source = machine.hardware.cpu.memory_bytes.source
+    what = f"the {format_bytes(ram * ranks)} of RAM that " + ("are free now" if machine.here else "it has")
+    if not machine.here:
+        what += f" ({source})" if source == _GIVEN_RAM else f" ({source}; --ram sets it)"
+    what += f", shared by {ranks}" if ranks > 1 else ""
     if host < most:
-        notes.append(f"host: {format_bytes(ram)} of {what}, less {format_bytes(beside)} for other things.")
+        notes.append(f"host: {what}, less {format_bytes(beside)} for other things.")
     else:
         notes.append(f"host: {HOST_SHARE:.0%} of {what}.")
     return host
@@ -214,8 +218,10 @@ def _ssd_budget(machine: Machine, memory: Memory, notes: list[str]) -> int | Non
     if drive is None:
         notes.append(f"ssd: none, as hardware {machine.hardware.name!r} has none.")
         return None
-    notes.append("ssd: all of its capacity" + (f" / {ranks}." if ranks > 1 else "."))
-    return int(drive.capacity_bytes.value) // ranks
+    whole = int(drive.capacity_bytes.value)
+    shared = f", shared by {ranks}" if ranks > 1 else ""
+    notes.append(f"ssd: all of {format_bytes(whole)} ({drive.capacity_bytes.source}; --memory.ssd sets it){shared}.")
+    return whole // ranks
 
 
 def _no_room(tier: str, there: int, needed: int) -> BudgetError:

@@ -10,6 +10,7 @@ from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
+from pagoda.models.build import model_directory
 from pagoda.models.divisions import OF_PAPERS, Division, divisions_of, heads_of
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
@@ -42,6 +43,8 @@ class ModelDescription:
     measurable: bool
     """Whether its compute can be measured. A paper's shape is never built, the time of a mixture of experts depends on
     routing, and layers are measured without adapters."""
+    packed: Mapping[str, int] = field(default_factory=dict)
+    """Quantized module -> the elements that its weights have once they are dequantized."""
     top_k: int = 0
     """Number of experts that each token is sent to. 0 without experts."""
     exchanged: Mapping[str, int] = field(default_factory=dict)
@@ -93,7 +96,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
     """
     name, ranks = config.model, config.expert_parallel
     assert name is not None
-    shape = PAPER_SHAPES.get(name)
+    shape, packed = PAPER_SHAPES.get(name), {}
     if shape is not None:
         if config.lora.rank is not None:
             raise ConfigError(f"--lora.rank is for models of transformers, and {name!r} is a paper's shape")
@@ -111,8 +114,10 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
             num_attention_heads=heads, hidden_size=hidden, is_encoder_decoder=shape.decoder_layers > 0
         )
     else:
-        root, params, counted, built, layers = _tree_of_transformers(config, name, count_flops)
-        flops = {module: each / config.sequence_parallel for module, each in counted.items()}
+        root, before, counted, built, layers = _tree_of_transformers(config, name, count_flops)
+        params, packed = before.numel, _packed(before, root)
+        each = max(1, config.batch_size) / config.sequence_parallel
+        flops = {module: each * of_one for module, of_one in counted.items()}
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
         row_with_mask = 0 if window_of(built, config.seq_len) is None else config.seq_len
@@ -133,6 +138,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         ffn=ffn,
         vocab=vocab,
         measurable=shape is None and not top_k and config.lora.rank is None and config.sequence_parallel == 1,
+        packed=packed,
         top_k=top_k,
         exchanged=exchanged_elements(root, config.tokens * top_k * hidden, ranks),
         row_with_mask=row_with_mask,
@@ -140,6 +146,21 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         heads=heads,
         divisions=divisions,
     )
+
+
+def check_named(name: str) -> None:
+    """Raises ConfigError if there is no model of this name."""
+    if name not in PAPER_SHAPES:
+        try:
+            model_directory(name)
+        except ConfigError as error:
+            raise _with_papers(error) from error
+
+
+def _with_papers(error: ConfigError) -> ConfigError:
+    """The error. If the model is unknown, it lists the papers' shapes, too."""
+    known = f" The papers' shapes: {', '.join(PAPER_SHAPES)}." if "unknown model" in str(error) else ""
+    return ConfigError(f"{error}{known}")
 
 
 def _check_experts(shape: PaperShape, ranks: int) -> None:
@@ -150,16 +171,24 @@ def _check_experts(shape: PaperShape, ranks: int) -> None:
         raise ConfigError(f"--expert-parallel is {ranks}, which does not divide {shape.experts:,} experts")
 
 
+def _packed(before: ModuleSpec, root: ModuleSpec) -> dict[str, int]:
+    """Module -> the elements that its own parameters had `before` they were quantized, if they have fewer in `root`."""
+    own = {module.name: sum(param.numel for param in module.params) for module in root.modules()}
+    elements = {module.name: sum(param.numel for param in module.params) for module in before.modules()}
+    return {name: count for name, count in elements.items() if own.get(name, count) < count}
+
+
 _OF_TREE = (
-    *("model", "seq_len", "batch_size", "expert_parallel", "tile_limit", "precision", "optimizer", "optim"),
+    *("model", "seq_len", "expert_parallel", "tile_limit", "precision", "optimizer", "optim"),
     *("quantize", "lora"),
 )
 """The settings on which the tree of a model of transformers depends, in addition to the limit of embeddings."""
-_Tree = tuple[ModuleSpec, int, Mapping[str, float], Any, int]
+_Tree = tuple[ModuleSpec, ModuleSpec, Mapping[str, float], Any, int]
 
 
 def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _Tree:
-    """Module tree, number of parameters, FLOPs per module, text configuration and number of layers."""
+    """Module tree, the same before layers are quantized, FLOPs per module of one sequence, text configuration, number
+    of layers."""
     from pagoda.models.build import configuration_text
 
     memory = Memory(embedding_limit=config.memory.embedding_limit)
@@ -167,9 +196,7 @@ def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _
     try:
         return _built_tree(asked, configuration_text(name), count_flops)
     except ConfigError as error:
-        if name not in str(error) or "unknown model" not in str(error):
-            raise
-        raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
+        raise _with_papers(error) from error
 
 
 @lru_cache(maxsize=16)
@@ -179,7 +206,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
     what they take."""
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
-    from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
+    from pagoda.models.build import is_encoder_decoder, layer_count
     from pagoda.models.lora import add_adapters
     from pagoda.prepare.construct import describe
     from pagoda.prepare.operator_tiles import Tiling
@@ -204,7 +231,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
             exchange=first,
             most_looked_up=asked.looked_up_elements,
         )
-        counted = counting.forward_flops(model, asked.batch_size, asked.seq_len) if count_flops else {}
+        counted = counting.forward_flops(model, 1, asked.seq_len) if count_flops else {}
         whole = root = describe(model)
         if asked.quantize is not None:
             pack_without_values(model, packed.values(), asked.quantize)
@@ -212,7 +239,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
     if alike:
         whole, _ = _repeated(whole, counted, layers)
         root, counted = _repeated(root, counted, layers)
-    return root, whole.numel, counted, model.config.get_text_config(), layers
+    return root, whole, counted, model.config.get_text_config(), layers
 
 
 def _repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:

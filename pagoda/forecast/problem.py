@@ -35,6 +35,9 @@ _MOST_COMPARED = 0.5
 _LEAST_LAYERS = 4
 _MOST_EXPERTS = 500
 """If a model has many more experts, neighbours are planned and simulated as one, so that it takes no longer."""
+EXPERT_S = 400e-6
+"""Least seconds of a visit to an expert on a GPU, assumed: Python leases its weights and launches its kernels. On two
+AMD EPYC cores, Python takes 1 ms or more for each trained parameter and step."""
 _FEW_PASSES = 3
 """Micro-batches that are simulated in an estimate."""
 
@@ -256,4 +259,22 @@ def work_of(
         *of_rows(rows),
         *described.handed_on,
     )
-    return Compute.from_flops(described.forward_flops, rate, recompute, described.frozen), exchanges
+    compute = Compute.from_flops(described.forward_flops, rate, recompute, described.frozen)
+    if described.forward_flops:
+        compute = compute.with_unpacking(unpacking_s(config, machine.hardware, described), recompute)
+        if machine.hardware.device is not None:
+            compute = compute.with_least(experts_of(described.root), EXPERT_S, recompute)
+    return compute, exchanges
+
+
+def experts_of(root: ModuleSpec) -> list[ModuleSpec]:
+    """The experts whose weights are fetched alone."""
+    return [expert for module in root.modules() if module.routed for expert in module.children]
+
+
+def unpacking_s(config: PlanConfig, hardware: Hardware, described: ModelDescription) -> dict[str, float]:
+    """Seconds in which each quantized module reads its packed weights and writes them in 16 or 32 bits."""
+    processor = hardware.device or hardware.cpu
+    rate = processor.memory_bytes_per_s.value / (hardware.gpus_per_node if hardware.device is None else 1)
+    itemsize = config.itemsize + (0.5 if config.quantize == "4bit" else 1)
+    return {module: elements * itemsize / rate for module, elements in described.packed.items()}

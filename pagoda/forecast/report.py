@@ -19,7 +19,7 @@ from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.placement import MEANING
 from pagoda.plan.planner import Plan
 from pagoda.schedule.served import summary
-from pagoda.simulate.timeline import ALL_LANES, COMPUTE
+from pagoda.simulate.timeline import ALL_LANES, COMPUTE, TierUse
 
 
 def plan_table(plan: Plan, parameters: int | None = None, explained: bool = True) -> RenderableType:
@@ -77,9 +77,11 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "binding_lane": timeline.binding_lane if timeline else None,
         "lanes": _lanes(forecast) if fits else {},
         "accesses": timeline.access_counts if timeline else {},
+        "tier_use": {tier: asdict(use) for tier, use in _tier_use(forecast).items()} if fits else {},
         "ssd_bytes_written_per_step": forecast.ssd_bytes_written_per_step if fits else None,
         "steps_until_worn": forecast.steps_until_worn if fits and isfinite(forecast.steps_until_worn) else None,
-        "reasons": [*forecast.notes, *forecast.resolved, *plan_reasons, *simulated],
+        "measured": forecast.machine.hardware.measured,
+        "reasons": [*forecast.notes, *forecast.machine.doubts(), *forecast.resolved, *plan_reasons, *simulated],
         "refusal": str(forecast.refusal) if forecast.refusal else None,
         "advice": list(advice),
         "units": plan.get("units", []),
@@ -131,6 +133,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
     yield from (Text(f"- {note}") for note in (*forecast.notes, *forecast.resolved))
     if forecast.choice is not None:
         yield _figures(forecast)
+        yield from (Text(f"- {doubt}") for doubt in forecast.machine.doubts())
         yield _lane_table(forecast)
         yield from (Text(f"- {reason}") for reason in forecast.choice.simulated)
     if advice:
@@ -151,6 +154,8 @@ def _figures(forecast: Forecast) -> RenderableType:
     )
     table.add_row("binding lane", forecast.timeline.binding_lane)
     table.add_row("weights", summary(forecast.timeline.access_counts))
+    used = (f"{tier} {use.mean:.0%} on average, {use.peak:.0%} at most" for tier, use in _tier_use(forecast).items())
+    table.add_row("of the budget", "; ".join(used))
     if written and (drive := forecast.machine.hardware.ssd) is not None:
         table.add_row("drive wear", wear(written, steps, drive.endurance_bytes))
     return table
@@ -169,6 +174,10 @@ def _lane_table(forecast: Forecast) -> RenderableType:
             format_bytes(timeline.bytes_moved.get(lane, 0)),
         )
     return table
+
+
+def _tier_use(forecast: Forecast) -> dict[str, TierUse]:
+    return forecast.timeline.tier_use(asdict(forecast.plan.budgets))
 
 
 def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:

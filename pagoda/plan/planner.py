@@ -17,7 +17,7 @@ from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.lookups import largest_lookups, lookups_asked
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
-from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
+from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, STAGING, Budgets, Placement
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
 from pagoda.plan.tiers import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, RANKS, SSD
@@ -91,6 +91,18 @@ class Plan:
     def peak_bytes(self) -> Mapping[str, int]:
         """tier -> bytes: the sum of its lines."""
         return {tier: sum(lines.values()) for tier, lines in self.bytes.items()}
+
+    def bytes_in_use(self, frames: float, pages: float) -> dict[str, int]:
+        """tier -> bytes while leases hold `frames` and gradient buffers `pages`, which come and go. Other lines are
+        constant."""
+        used = {
+            tier: sum(nbytes for line, nbytes in lines.items() if line not in (LEASES, STAGING))
+            for tier, lines in self.bytes.items()
+        }
+        for tier, count in ((self.lease_tier, frames), (HOST, pages)):
+            if tier is not None:
+                used[tier] = used.get(tier, 0) + round(count * self.page_bytes)
+        return used
 
     @property
     def ranks(self) -> Ranks:

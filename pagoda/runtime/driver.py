@@ -30,6 +30,8 @@ class Driver:
     def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None], damage: Damage) -> None:
         """`execute` passes an operation to its lane. It may report the end at once."""
         self.scheduler = scheduler
+        self.observe: Callable[[Scheduler], None] = lambda _: None
+        """Called after events, under the lock."""
         self._execute = execute
         self._damage = damage
         self._lock = threading.Lock()
@@ -87,6 +89,7 @@ class Driver:
                 event(*arguments)
                 for operation in self.scheduler.take():
                     self._execute(operation)
+            self.observe(self.scheduler)
         except BaseException as error:
             self.stop(error)
             raise

@@ -12,7 +12,6 @@ from torch.autograd import profiler
 from pagoda.plan.tiers import INLINE_BYTES
 from pagoda.process import Waiters, check_not_forked, forks, start_thread
 from pagoda.runtime.device import PAST, Event
-from pagoda.runtime.timeline_recorder import TimelineRecorder
 
 SSD_THREADS = 4
 """Number of threads of `ssd_read` and `ssd_write` for each drive. While some threads hash, the others keep the drive
@@ -172,6 +171,10 @@ Work = Callable[[], Event | None]
 """The work of a lane. Work that only queues operations on a device returns the event behind them."""
 
 
+Report = Callable[[str, str, float, float, int], None]
+"""Takes the lane and the label of work that has ended, its start and end (by `time.perf_counter`), and its bytes."""
+
+
 class _Ticket(NamedTuple):
     """Facts about a piece of work."""
 
@@ -199,8 +202,8 @@ class Lane:
         self.inline_bytes = inline_bytes
         self._open = 0
         """Number of pieces of work that were queued and have not ended. Read without the lock, as a hint."""
-        self.recorder: TimelineRecorder | None = None
-        """Where work is recorded when it ends, if it is recorded."""
+        self.report: Report | None = None
+        """Told of all work when it ends."""
         self._label = f"pagoda::{name}"
         self._queue: queue.SimpleQueue[tuple[Work, _Ticket] | None] = queue.SimpleQueue()
         self._queued: queue.SimpleQueue[tuple[Work, _Ticket, Event, float] | None] = queue.SimpleQueue()
@@ -339,8 +342,8 @@ class Lane:
             self._busy_s += end - start
             self._bytes += ticket.nbytes
             self._open -= 1
-        if (recorder := self.recorder) is not None:
-            recorder.add(self.name, ticket.label or self.name, start, end, ticket.nbytes)
+        if (report := self.report) is not None:
+            report(self.name, ticket.label or self.name, start, end, ticket.nbytes)
         ticket.handle.finish(error)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from pagoda.plan.activations import ActivationBytes
 from pagoda.schedule.served import AccessCounts, Found, hit_rate
+from pagoda.simulate.timeline import TierUse
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,16 @@ class StepStats:
     """True if a scaled gradient was not finite. Then the step changed only the loss scale."""
     step_s: float = 0.0
     stall_s: dict[str, float] = field(default_factory=dict)
-    """lane -> seconds that compute waited for it."""
+    """lane -> seconds that compute waited for it. Where it waited for a lane that itself waited for another, such as an
+    update that waited for reads, the other one counts."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """lane -> seconds that its threads worked, added up over threads."""
     bytes_moved: dict[str, int] = field(default_factory=dict)
     """lane -> bytes."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """tier -> most bytes in use since `wrap()`."""
+    tier_use: dict[str, TierUse] = field(default_factory=dict)
+    """tier -> share of its budget that pages took in this step, without offloaded activations: mean and peak."""
     accesses: AccessCounts = field(default_factory=dict)
     """Where weights come from (a tier, or "ranks") -> how often an access found them there (`hit`), on their way
     (`late`) or neither (`fault`), and the seconds that the thread waited (`late_s`, `fault_s`). On a GPU, this thread

@@ -1,12 +1,8 @@
-"""What compute waits for when it makes gradients and activations: transfers, and lanes that free buffers."""
+"""What compute waits for: transfers that it has started, and the lanes that a wait is charged to."""
 
 from collections import deque
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
-
-from pagoda.plan.planner import Plan
-from pagoda.schedule.operations import Kind
-from pagoda.schedule.scheduler import Scheduler
+from collections.abc import Iterable, Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class Transfer(Protocol):
@@ -41,9 +37,35 @@ class InFlight(Generic[AnyTransfer]):
             yield transfer
 
 
-def lane_of_buffers(plan: Plan, scheduler: Scheduler) -> str:
-    """The lane for which compute waits when it waits for a gradient buffer."""
-    kind, unit = scheduler.held_back or (Kind.OFFLOAD, -1)
-    if kind is Kind.UPDATE:
-        return plan.placement.update_lane(unit, plan.layout.states)
-    return "ssd_write" if kind is Kind.SPILL else "d2h"
+class Ended(NamedTuple):
+    """Work of a lane that has ended."""
+
+    lane: str
+    start_s: float
+    end_s: float
+    beside: str = ""
+    """A lane that has slowed it, as the two directions of a drive do."""
+    lost: float = 0.0
+    """Share of its time that it has lost to that lane."""
+
+
+def charged(latest_first: Iterable[Ended], start_s: float, end_s: float, otherwise: str) -> Iterator[tuple[str, float]]:
+    """The lanes that a wait of compute is charged to, and the seconds of each, which add up to those of the wait.
+
+    A lane that itself waits passes the charge on. The work that ends last ends the wait, so its lane is charged with
+    the time since its start. It started when other work had ended, of its own lane or of another one that it waited
+    for, and so on. What work has lost to another lane is charged to that one. `latest_first`: work that ended during
+    the wait, or before. If none did, all of it is charged to the lane `otherwise`.
+    """
+    lane = otherwise
+    for work in latest_first:
+        if work.end_s <= start_s:
+            break
+        if work.end_s <= end_s:  # else it ran beside what was waited for
+            lane, begun = work.lane, max(start_s, work.start_s)
+            yield lane, (end_s - begun) * (1 - work.lost)
+            if work.lost:
+                yield work.beside, (end_s - begun) * work.lost
+            end_s = begun
+    if end_s > start_s:
+        yield lane, end_s - start_s

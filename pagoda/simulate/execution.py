@@ -34,9 +34,6 @@ class Execution:
         self._chains = cache(self._chains_of)
         reports = self._gradient_used, self._weights_written, self._ended
         self._updates = SimulatedUpdates(plan, traffic, lanes, rates, *reports)
-        self._update_lanes = [plan.placement.update_lane(unit.index, plan.layout.states) for unit in plan.units]
-        self._fetches: dict[int, Task] = {}
-        """unit -> the end of its latest FETCH."""
         self._written = [0] * len(plan.units)
         """Version of what this rank updates of the weights in each unit's home."""
         self._versions = [0] * len(plan.units)
@@ -59,14 +56,6 @@ class Execution:
         in_use = usage.frames, usage.pages
         if in_use != self.in_use[-1][1]:
             self.in_use.append((self._lanes.now, in_use))
-
-    def lane_waited_for(self, unit: int) -> str:
-        """The lane for which compute waits when it waits for a unit's weights."""
-        if self._scheduler.weights(unit).await_update:
-            return self._update_lanes[unit]
-        if unit in self._fetches:
-            return self._fetches[unit].work.lane
-        return "h2d" if self._plan.lease_tier == DEVICE else "ssd_read"
 
     def _begin(self, operation: Operation) -> None:
         kind, unit = operation.kind, operation.unit
@@ -92,9 +81,7 @@ class Execution:
         for chain in chains:
             *_, task = self._lanes.in_turn(chain)
         task.then.append(partial(self._ended, operation))
-        if operation.kind is Kind.FETCH:
-            self._fetches[operation.unit] = task
-        elif operation.kind is Kind.OFFLOAD:
+        if operation.kind is Kind.OFFLOAD:
             unit = self._plan.units[operation.unit]
             made = unit.trainable_numel * self._plan.layout.offloaded_itemsize(unit)
             self.offloads.add(task, made)

@@ -229,6 +229,11 @@ class Hardware:
                 "`torchrun ... -m pagoda calibrate` measures with as many processes"
             )
 
+    @property
+    def measured(self) -> bool:
+        """Whether `pagoda calibrate` has measured these figures."""
+        return self.cpu.update_params_per_s.source.startswith("measured")
+
     def matmul(self, dtype: MatmulType | Literal["fp16"]) -> MatmulRate:
         """The rate of the processor that computes: one GPU, or the CPU. fp16 is assumed to be as fast as bf16.
 

@@ -1,11 +1,12 @@
 """The simulator's clock: work on lanes, and the speed of each lane while others work."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 
+from pagoda.schedule.waits import Ended
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE, TimelineSpan
 
@@ -34,6 +35,10 @@ class Task:
     """Remaining seconds at the lane's full rate."""
     start: float = 0.0
     end: float = 0.0
+    beside: str = ""
+    """The other lane of its resource, if that was busy."""
+    lost_s: float = 0.0
+    """Seconds that it has lost to that lane."""
     done: bool = False
     waiting: int = 0
     """Number of tasks that must end before."""
@@ -54,6 +59,7 @@ class SimulatedLanes:
         """Tasks in the order of their ends."""
         self._rates = rates
         self._shared = cache(rates.shared)
+        self._lost = cache(rates.lost)
         self._ready: dict[str, deque[Task]] = {lane: deque() for lane in ALL_LANES}
         self._active: dict[str, Task] = {}
         self._handed_over = 0
@@ -101,6 +107,12 @@ class SimulatedLanes:
         """The work of a lane that moves bytes."""
         return Work(lane, name, nbytes, self._rates.seconds(lane, nbytes), pieces)
 
+    def ended_work(self) -> Iterator[Ended]:
+        """The work of `ended`, the latest first."""
+        for task in reversed(self.ended):
+            share = task.lost_s / (task.end - task.start) if task.lost_s else 0.0
+            yield Ended(task.work.lane, task.start, task.end, task.beside, share)
+
     def when_ended(self, task: Task, then: Callable[[], None]) -> None:
         """Call `then` once a task has ended, or now if it has."""
         if task.done:
@@ -121,13 +133,17 @@ class SimulatedLanes:
                 active[lane] = ready.popleft()
                 active[lane].start = self.now
         assert active, "the simulated step waits for something that nothing will do"
-        rates = self._shared(frozenset(active))
+        busy = frozenset(active)
+        rates = self._shared(busy)
         elapsed = inf
         for lane, task in active.items():
             needed = task.left / rates[lane]
             if needed < elapsed:
                 elapsed = needed
         self.now += elapsed
+        for lane, (other, share) in self._lost(busy).items():
+            active[lane].beside = other
+            active[lane].lost_s += elapsed * share
         ended = []
         for lane, task in active.items():
             task.left -= elapsed * rates[lane]

@@ -5,12 +5,27 @@ source. On a machine at hand, `pagoda calibrate` replaces both by measurements. 
 1024, so "80 GB" of either is 80 GiB here. Drives are not.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
-from pagoda.errors import unknown_name
-from pagoda.simulate.hardware import Cpu, DeviceSpeeds, Drive, Figure, Hardware, Link, MatmulRate
+from pagoda.errors import ConfigError, unknown_name
+from pagoda.simulate.hardware import (
+    Cpu,
+    DeviceSpeeds,
+    Drive,
+    Figure,
+    Hardware,
+    Link,
+    MatmulRate,
+    hardware_file,
+    read_hardware,
+)
+
+AUTO = "auto"
+"""The name of this machine."""
 
 _GIB = float(1 << 30)
 _GB = 1e9
@@ -159,6 +174,20 @@ def _workstation(name: str, device: DeviceSpeeds, link: Link) -> Hardware:
             ),
             Figure(1_200 * _TB, "Samsung 990 PRO 2 TB datasheet"),
         ),
+    )
+
+
+def _with_cards(machine: Hardware, name: str, count: int) -> Hardware:
+    """A desktop computer with several of its cards, which share the lanes of one."""
+    assert machine.link is not None
+    rate = machine.link.h2d_bytes_per_s.value * _COLLECTIVE_SHARE / count
+    source = f"assumed: {_COLLECTIVE_SHARE} of a card's part of PCIe, which {count} cards share"
+    return replace(
+        machine,
+        name=name,
+        gpus_per_node=count,
+        link=replace(machine.link, gpus=count),
+        intra_node_bytes_per_s=Figure(rate, source),
     )
 
 
@@ -312,16 +341,50 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
         )
     }
 )
-"""All named machines: one node, and the network between such nodes. A name that ends with xN has N GPUs, any other
-one."""
+"""All named machines: one node, and the network between such nodes. A name that ends with xN has N GPUs, any other one.
+`find_machine` finds other numbers of GPUs, too."""
 
 
 def find_machine(name: str) -> Hardware:
-    """The machine called `name`.
+    """The machine called `name`. GPUxN is a node of N such GPUs: a part of the smallest node that has as many. If no
+    node has such GPUs, it is a desktop computer with N cards.
 
     Raises ConfigError if there is no such machine. The message lists the names and suggests the closest one.
     """
-    if name not in MACHINES:
-        offer = f"Named machines: {', '.join(MACHINES)}; 'auto' is this one."
-        raise unknown_name(name, MACHINES, f"unknown hardware {name!r}.", offer)
-    return MACHINES[name]
+    if name in MACHINES:
+        return MACHINES[name]
+    if (counted := re.fullmatch(r"(.+?)x([1-9]\d{0,3})", name)) is not None:
+        gpu, count = counted[1], int(counted[2])
+        if count == 1 and gpu in MACHINES:
+            return MACHINES[gpu]
+        nodes = [node for node in MACHINES.values() if node.name == f"{gpu}x{node.gpus_per_node}"]
+        nodes.sort(key=lambda node: node.gpus_per_node)
+        if enough := [node for node in nodes if node.gpus_per_node >= count]:
+            return replace(enough[0].with_gpus(count), name=name)
+        if nodes:
+            most = nodes[-1]
+            raise ConfigError(
+                f"hardware {name!r} is larger than a node of {most.gpus_per_node}: use {most.name} with --nodes"
+            )
+        if gpu in MACHINES:
+            return _with_cards(MACHINES[gpu], name, count)
+    offer = f"Named machines: {', '.join(MACHINES)}, and as many GPUs as you like (h100x4); 'auto' is this one."
+    raise unknown_name(name, MACHINES, f"unknown hardware {name!r}.", offer)
+
+
+def hardware_named(name: str) -> Hardware:
+    """What --hardware names: this machine as it was measured, a file, or a named machine.
+
+    Raises ConfigError for unknown or unreadable hardware, and if this machine has not been measured.
+    """
+    if name == AUTO:
+        path = hardware_file()
+        if not path.exists():
+            raise ConfigError(
+                f"this machine has not been measured yet ({path} does not exist): run `pagoda calibrate --ssd DIR` "
+                f"first, which takes a minute, or name a machine in --hardware: {', '.join(MACHINES)}"
+            )
+        return read_hardware(path)
+    if name not in MACHINES and (Path(name).suffix == ".json" or Path(name).is_file()):
+        return read_hardware(Path(name))
+    return find_machine(name)

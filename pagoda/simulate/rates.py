@@ -198,6 +198,16 @@ class Rates:
                 shares[lane] *= min(1.0, max(_LEAST_LEFT, 1.0 - taken) / asked)
         return shares
 
+    def lost(self, lanes: frozenset[str]) -> dict[str, tuple[str, float]]:
+        """lane -> the other lane of its resource, and the share of its time that it loses to that one while `lanes` are
+        busy."""
+        return {
+            lane: (other, 1.0 - half)
+            for pair, halves in self._pair_shares.items()
+            if lanes.issuperset(pair)
+            for lane, other, half in zip(pair, reversed(pair), halves, strict=True)
+        }
+
     def _halves(self, pair: tuple[str, str], total: float) -> tuple[float, float]:
         """Shares of their own rates at which two lanes move `total` bytes per second: equally many each, unless one of
         them cannot."""

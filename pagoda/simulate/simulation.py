@@ -15,9 +15,8 @@ from statistics import fmean
 
 from pagoda.plan.activations import BUFFERED
 from pagoda.plan.exchanges import ROWS, Exchange
-from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE, HOST, LANES
+from pagoda.plan.tiers import COLLECTIVE, LANES
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
@@ -25,7 +24,7 @@ from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.served import Served
-from pagoda.schedule.waits import lane_of_buffers
+from pagoda.schedule.waits import charged
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
@@ -205,7 +204,7 @@ class Simulation:
         found, start = scheduler.finds(unit, _has_arrived), self._lanes.now
         scheduler.access(access, recorded=False)
         execution.pump()
-        self._wait(lambda: scheduler.ready(unit), lambda: execution.lane_waited_for(unit))
+        self._wait(lambda: scheduler.ready(unit))
         self._accesses.append(Served(self._plan.source(unit), found, self._lanes.now - start, start))
 
     def _compute(self, work: Work) -> None:
@@ -235,7 +234,7 @@ class Simulation:
         scheduler, execution = self._scheduler, self._execution
         scheduler.gradient(gradient.unit, complete=True, last=gradient.last)
         execution.pump()
-        self._wait(lambda: scheduler.held_back is None, lambda: lane_of_buffers(self._plan, scheduler))
+        self._wait(lambda: scheduler.held_back is None)
         self._let_offloads_end(self._in_flight_bytes)
 
     def _let_offloads_end(self, most: int) -> None:
@@ -254,25 +253,26 @@ class Simulation:
         return self._lanes.submit(Work(COLLECTIVE, name, exchange.sent, seconds))
 
     def _wait_for(self, task: Task) -> None:
-        self._wait(lambda: task.done, lambda: task.work.lane)
+        self._wait(lambda: task.done)
 
-    def _wait(self, over: Callable[[], bool], lane: Callable[[], str]) -> None:
-        """Compute waits until a condition holds. The time counts as waiting for `lane`."""
+    def _wait(self, over: Callable[[], bool]) -> None:
+        """Compute waits until a condition holds. The time is charged to the lanes that took it."""
+        lanes, start = self._lanes, self._lanes.now
         while not over():
-            start, waited_for = self._lanes.now, lane()
-            self._lanes.advance()
-            self._stall_s[waited_for] += self._lanes.now - start
+            lanes.advance()
+        if lanes.now > start:
+            for lane, seconds in charged(lanes.ended_work(), start, lanes.now, lanes.ended[-1].work.lane):
+                self._stall_s[lane] += seconds
 
     def _held_bytes(self, start: float, end: float) -> dict[str, tuple[tuple[float, int], ...]]:
-        """Bytes of every tier over a step. Leases and gradient buffers come and go; other lines are constant."""
-        page = self._plan.page_bytes
+        """Bytes of every tier over a step."""
+        fixed, of_frame, of_page = (self._plan.bytes_in_use(*one) for one in ((0, 0), (1, 0), (0, 1)))
         held_bytes: dict[str, tuple[tuple[float, int], ...]] = {}
-        for tier, lines in self._plan.bytes.items():
-            fixed = sum(nbytes for line, nbytes in lines.items() if line not in (LEASES, STAGING))
-            leases, staging = tier == self._plan.lease_tier, tier == HOST
+        for tier in self._plan.bytes:
             account: list[tuple[float, int]] = []
+            frame, page = of_frame[tier] - fixed[tier], of_page[tier] - fixed[tier]
             for seconds, (frames, pages) in self._execution.in_use:
-                in_use = fixed + (frames * leases + pages * staging) * page
+                in_use = fixed[tier] + frames * frame + pages * page
                 if seconds <= start:
                     account = [(0.0, in_use)]
                 elif seconds <= end and in_use != account[-1][1]:

@@ -12,8 +12,8 @@ COMPUTE = "compute"
 """The thread or stream that runs the model."""
 ALL_LANES = (COMPUTE, *LANES, COLLECTIVE)
 """Every lane, in the order in which tables show them."""
-_ALWAYS = 0.95
-"""Share of a step for which a lane works that binds it."""
+_BINDING = 0.05
+"""Share of a step for which compute waits for a lane that binds it, at least."""
 
 
 class TimelineSpan(NamedTuple):
@@ -32,6 +32,14 @@ class TimelineSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TierUse:
+    """Share of a tier's budget that is in use during a step."""
+
+    mean: float
+    peak: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """One step of every lane, in steady state.
 
@@ -43,7 +51,8 @@ class Timeline:
     spans: tuple[TimelineSpan, ...]
     """Spans of all lanes, in the order of their ends. Work that began in the previous step has a negative start."""
     stall_s: Mapping[str, float]
-    """lane -> seconds that compute waited for it."""
+    """lane -> seconds that compute waited for it. A lane that itself waits passes that on, as in
+    `schedule.waits.charged`."""
     held_bytes: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     """tier -> (seconds, bytes in use from then on)."""
     accesses: tuple[Served, ...] = ()
@@ -61,6 +70,17 @@ class Timeline:
         for span in self.spans:
             busy[span.lane] = busy.get(span.lane, 0.0) + span.end_s - max(0.0, span.start_s)
         return busy
+
+    def tier_use(self, budgets: Mapping[str, int | None]) -> dict[str, TierUse]:
+        """tier -> how much of its budget is in use, for tiers that have one."""
+        uses = {}
+        for tier, account in self.held_bytes.items():
+            if budget := budgets.get(tier):
+                ends = [seconds for seconds, _ in account[1:]] + [self.step_s]
+                held = [(end - begin, nbytes) for (begin, nbytes), end in zip(account, ends, strict=True)]
+                mean = sum(seconds * nbytes for seconds, nbytes in held) / self.step_s
+                uses[tier] = TierUse(mean / budget, max(nbytes for _, nbytes in held) / budget)
+        return uses
 
     @cached_property
     def bytes_moved(self) -> Mapping[str, int]:
@@ -88,10 +108,7 @@ class Timeline:
 
     @property
     def binding_lane(self) -> str:
-        """The lane that a faster machine would have to speed up first: the one that works all the time, otherwise the
-        one for which compute waits most, if that is more than a twentieth of the step, otherwise compute."""
-        busiest = max((COMPUTE, *self.busy_s), key=lambda lane: self.busy_s.get(lane, 0.0))
-        if self.busy_s.get(busiest, 0.0) >= _ALWAYS * self.step_s:
-            return busiest
+        """The lane that a faster machine would have to speed up first: the one for which compute waits most, if that is
+        more than a twentieth of the step, otherwise compute."""
         lane, seconds = max(self.stall_s.items(), key=lambda item: item[1], default=(COMPUTE, 0.0))
-        return lane if seconds > (1 - _ALWAYS) * self.step_s else COMPUTE
+        return lane if seconds > _BINDING * self.step_s else COMPUTE

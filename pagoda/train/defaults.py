@@ -17,6 +17,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import MALLOC, activations_of
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import ModelDescription, describe_model
+from pagoda.forecast.step_size import TOKENS_PER_STEP, sequences_at_once
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
@@ -32,7 +33,6 @@ from pagoda.train.sources import STDLIB
 from pagoda.train.tokens import DataSets, Tokens
 
 _SEQ_LEN, _MOST_SEQ_LEN = 1024, 4096
-_TOKENS_PER_STEP = 16384
 _STEPS = 100
 """Fewest steps for which a step has more than one sequence, unless the user gives the tokens of a step."""
 _LEAST_SEQUENCES = 8
@@ -293,7 +293,7 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfi
     that reads that many `sequences` by default. And the reasons."""
     estimate, seq_len = _Estimate.of_run(asked), asked.seq_len
     asked, reasons = _with_activations(asked, 1, estimate)
-    most = (asked.tokens_per_step or _TOKENS_PER_STEP) / seq_len
+    most = (asked.tokens_per_step or TOKENS_PER_STEP) / seq_len
     few = not asked.tokens_per_step and sequences < _STEPS * most
     target = max(1, int((sequences // _STEPS if few else most) / ranks))
     room = format_bytes(estimate.room)
@@ -302,10 +302,8 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfi
             f"the activations of one sequence of {seq_len} tokens take about {format_bytes(least)}, and {room} are "
             f"left for them ({estimate.of}): use a smaller --seq-len{_more_room(asked)}"
         )
-    batch = 1
-    stages = asked.pipeline_parallel  # each has a micro-batch to work on
-    while batch * 2 * stages <= target and estimate.takes(asked, batch * 2) <= estimate.room:
-        batch *= 2
+    stages = asked.pipeline_parallel
+    batch = sequences_at_once(target, stages, lambda count: estimate.takes(asked, count) <= estimate.room)
     passes, why = asked.accumulation_steps, "as asked for"
     if passes == 1:
         passes = max(stages, target // batch)

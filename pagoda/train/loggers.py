@@ -46,6 +46,7 @@ class Loggers:
             "train/step_s": metrics.step_s,
             **{f"stall_share/{lane}": seconds / metrics.step_s for lane, seconds in metrics.stall_s.items()},
             **{f"peak_bytes/{tier}": float(nbytes) for tier, nbytes in metrics.peak_bytes.items()},
+            **{f"tier_use/{tier}": use["mean"] for tier, use in metrics.tier_use.items()},
         }
         if metrics.grad_norm is not None:
             figures["train/grad_norm"] = metrics.grad_norm

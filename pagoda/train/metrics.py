@@ -65,6 +65,8 @@ class StepMetrics(Entry):
     """Bytes each lane moved."""
     peak_bytes: Mapping[str, int]
     """Most bytes in use so far, per tier."""
+    tier_use: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """tier -> share of its budget that pages took in this step: mean and peak."""
     accesses: AccessCounts = field(default_factory=dict)
     """By where the weights come from (a tier, or `ranks`): how many accesses were a `hit`, `late` or a `fault`, and the
     seconds that compute waited in them (`late_s`, `fault_s`)."""

@@ -4,6 +4,7 @@ import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pagoda.errors import ConfigError
@@ -202,9 +203,24 @@ def _speed(steps: Sequence[_Record], plan: _Record | None) -> str:
         _drawing("Tokens per second", {"tokens/s": _points(steps, "tokens_per_s")})
         + "<p>Share of the steps' time that compute waited for a lane or for data, and bytes a step moved:</p>"
         + table(("lane", "waited", "bytes a step"), rows)
+        + _tier_use(steps)
         + _accesses(add_counts(step["accesses"] for step in steps), total)
         + worn
     )
+
+
+def _tier_use(steps: Sequence[_Record]) -> str:
+    """How much of each tier's budget pages took. Runs of earlier versions do not say."""
+    uses: dict[str, list[Mapping[str, float]]] = {}
+    for step in steps:
+        for tier, use in step.get("tier_use", {}).items():
+            uses.setdefault(tier, []).append(use)
+    rows = [
+        (tier, f"{fmean(use['mean'] for use in of):.1%}", f"{max(use['peak'] for use in of):.1%}")
+        for tier, of in uses.items()
+    ]
+    head = ("tier", "on average", "at most")
+    return "<p>Share of each tier's budget that pages took:</p>" + table(head, rows) if rows else ""
 
 
 def _accesses(counts: AccessCounts, total_s: float) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 from pagoda.cli.main import main
 from pagoda.models.shapes import is_built_in
 from pagoda.plan.placement import MEANING
+from pagoda.simulate.hardware import Hardware
 from tests.forecast.machines import SMALL
 
 KEYS = {
@@ -141,3 +144,63 @@ def test_the_largest_model_is_one_that_can_be_planned_and_trained_by_its_name(pl
     model = re.search(r"gpt-\d+x\d+", done.stdout)[0]
     assert is_built_in(model)
     assert plan("--model", model, *asked[1:], *memory).returncode == 0
+
+
+def test_hardware_that_is_unknown_is_refused_before_torch_is_imported() -> None:
+    program = (
+        "import sys; from pagoda.cli.main import main; "
+        "code = main(['plan', '--model', 'gpt2', '--hardware', 'h10']); print(code, 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "2 False\n"
+
+
+def test_a_machine_that_was_not_measured_is_measured_for_its_first_plan(
+    plan: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path | None] = []
+
+    def calibrate(ssd: Path | None, _device: object, report: Callable[[str], None]) -> Hardware:
+        asked.append(ssd)
+        report("everything")
+        return SMALL
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pagoda.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("pagoda.forecast.forecast._measured", lambda _config, problem: problem.compute)
+    of = ("--model", "gpt-2x192", "--seq-len", 64, "--plan", "usual", "--json", "--memory.ssd", tmp_path)
+    unknown = plan("--model", "gpt-2x", *of[2:])
+    assert (unknown.returncode, asked) == (2, [])
+    first, second = plan(*of), plan(*of)
+    assert asked == [tmp_path]
+    assert "has not been measured" in " ".join(first.stderr.split())
+    assert second.stderr == ""
+    assert json.loads(first.stdout)["fits"]
+
+
+def test_a_plan_names_the_ram_that_it_assumes_and_takes_another(plan: Command) -> None:
+    of = ("--model", "gpt2", "--hardware", "rtx4090", "--plan", "usual")
+    assumed, given = (" ".join(plan(*of, *more).stdout.split()) for more in ((), ("--ram", "64GiB")))
+    assert "host: 80% of the 128.00 GiB of RAM that it has (assumed: 4 x 32 GB; --ram sets it)." in assumed
+    assert "host: 80% of the 64.00 GiB of RAM that it has (as asked)." in given
+    here = plan("--model", "gpt2", "--ram", "64GiB")
+    assert here.returncode == 2
+    assert "--memory.host" in here.stderr
+
+
+def test_a_plan_for_a_machine_that_was_not_measured_says_so_and_that_no_gpu_has_confirmed_one(
+    plan: Command, machine: Path
+) -> None:
+    of = ("--model", "gpt-2x192", "--seq-len", 64, "--plan", "usual")
+    named, measured = (" ".join(plan(*of, "--hardware", name).stdout.split()) for name in ("rtx4090", machine))
+    assert "rtx4090 was not measured" in named
+    assert "No run on a GPU has confirmed a plan yet." in named
+    assert "No run on a GPU" not in measured
+
+
+def test_a_step_has_as_many_tokens_as_pagoda_train_gives_it(plan: Command) -> None:
+    of = ("--model", "llama-15m", "--hardware", "rtx4090", "--plan", "usual", "--json")
+    tokens = [
+        json.loads(plan(*of, *more).stdout)["tokens_per_step"]
+        for more in ((), ("--tokens-per-step", 4096), ("--batch-size", 2), ("--seq-len", 512))
+    ]
+    assert tokens == [16384, 4096, 2048, 16384]

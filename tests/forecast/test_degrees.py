@@ -24,7 +24,8 @@ GB = 10**9
 
 
 def named(**settings: Any) -> PlanConfig:
-    asked = {"model": "gpt-1b", "hardware": "v100-32gx8", "seq_len": 1024, "plan": "usual", "precision": "bf16"}
+    asked = {"model": "gpt-1b", "hardware": "v100-32gx8", "batch_size": 1, "seq_len": 1024}
+    asked |= {"plan": "usual", "precision": "bf16"}
     return PlanConfig(**{**asked, **settings})
 
 

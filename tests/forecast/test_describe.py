@@ -138,7 +138,7 @@ def test_a_model_is_built_once_for_what_its_description_depends_on(
     assert all(describe_model(other).step_flops != first.step_flops for other in others)
     adapted = describe_model(PlanConfig(model=one, seq_len=32, lora=LoraConfig(rank=2), precision="bf16"))
     assert adapted.params > first.params
-    assert built == [one, wider, one, one, one]
+    assert built == [one, wider, one, one]
     write_model(tmp_path / "a", hidden_size=104)
     assert describe_model(PlanConfig(model=one, seq_len=32, precision="bf16")).hidden == 104
 

@@ -22,6 +22,7 @@ from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
 from pagoda.forecast.model_description import describe_model
+from pagoda.forecast.problem import EXPERT_S, experts_of
 from pagoda.forecast.report import as_json, show
 from pagoda.forecast.wear import wear
 from pagoda.memory.sizes import format_rate
@@ -375,3 +376,26 @@ def test_neighbouring_experts_are_simulated_as_one_and_the_plan_has_each(monkeyp
 def test_the_usual_plan_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.forecast.forecast.search", None)
     assert made(host="120MiB", plan="usual").fits
+
+
+def test_a_visit_to_an_expert_takes_python_and_launches_on_a_gpu_however_small_it_is() -> None:
+    of = {"model": "mixtral-15m", "batch_size": 1, "seq_len": 64, "plan": "usual"}
+    gpu, cpu = PlanConfig(**of, hardware="rtx4090"), Machine(SMALL, here=False)
+    made = forecast(gpu, find_machine_for(gpu))
+    visits = 3 * len(experts_of(made.described.root))  # in forward, recomputed, and in backward
+    assert visits > 0
+    assert made.timeline.busy_s["compute"] >= visits * EXPERT_S
+    assert "a visit to one of" in " ".join(made.notes)
+    assert "a visit to one of" not in " ".join(forecast(replace(gpu, hardware="auto"), cpu).notes)
+
+
+def test_dequantized_weights_take_the_time_to_read_and_write_them_at_each_use() -> None:
+    of = {"model": "llama-15m", "batch_size": 1, "seq_len": 64, "plan": "usual", "hardware": "rtx4090"}
+    config = PlanConfig(**of, lora=LoraConfig(rank=2), quantize="4bit")
+    machine = find_machine_for(config)
+    packed, plain = forecast(config, machine), forecast(replace(config, quantize=None), machine)
+    elements = sum(packed.described.packed.values())
+    assert plain.described.packed == {}
+    assert 0 < elements < plain.described.params
+    more = packed.timeline.busy_s["compute"] - plain.timeline.busy_s["compute"]
+    assert more == pytest.approx(3 * 2.5 * elements / machine.hardware.device.memory_bytes_per_s.value, rel=0.01)

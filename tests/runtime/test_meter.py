@@ -1,9 +1,13 @@
 """What compute waits for."""
 
 import threading
+from contextlib import closing
 
 import pytest
+import torch
+from torch import nn
 
+import pagoda
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.meter import StepMeter
 from pagoda.schedule.waits import InFlight
@@ -24,3 +28,18 @@ def test_compute_waits_until_few_enough_bytes_are_on_their_way() -> None:
     second.finish(OSError("the drive failed"))
     with pytest.raises(OSError, match="the drive failed"):
         meter.hold_back(transfers, 5)
+
+
+def test_what_leases_and_buffers_hold_is_measured_over_each_step() -> None:
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.ones(2, 8)
+    memory = pagoda.Memory(host="64MiB", device="cpu:64KiB", page_size=4096)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32", accumulation_steps=1)
+    with closing(optimizer):
+        for _ in range(2):
+            model(batch).sum().backward()
+            optimizer.step()
+        stats, plan = optimizer.stats, optimizer._engine.plan
+    assert stats.tier_use.keys() == {"device", "host"}
+    for tier, use in stats.tier_use.items():
+        assert 0 < use.mean <= use.peak <= 1
+        assert use.peak <= plan.peak_bytes[tier] / getattr(plan.budgets, tier)

@@ -1,6 +1,7 @@
 """What the runtime does is what the simulator says it does: the same lanes, the same work, in the same order."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import groupby, pairwise
@@ -23,7 +24,7 @@ from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Access
 from pagoda.plan.traffic import activations_at
 from pagoda.prepare.construct import describe
-from pagoda.runtime.lanes import wait_all
+from pagoda.runtime.lanes import Lane, Work, wait_all
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.simulate.simulation import simulate
@@ -95,7 +96,7 @@ def recorded(model: nn.Module, optimizer: PagedOptimizer, before: int, count: in
     settle(optimizer)
     recorder = TimelineRecorder()
     for lane in optimizer._engine._lanes.values():
-        lane.recorder = recorder
+        lane.report = recorder.add
     steps(model, optimizer, llama_loss, count)
     settle(optimizer)
     return [
@@ -235,3 +236,25 @@ def test_what_is_moved_is_what_is_planned(place: str, mode: ActivationMode, tmp_
         assert order(spans, out) == order(step.spans, out)
     verbs = ("save", "return")
     assert set(count(step.spans, *verbs)) == set(count(spans, *verbs))
+
+
+@pytest.mark.parametrize(
+    ("placement", "slow"),
+    [(ARENA, "h2d"), (ARENA, "d2h"), (ALL_ON_SSD, "ssd_read"), (ALL_ON_SSD, "ssd_write"), (MOMENTS_ON_SSD, "update")],
+)
+def test_a_wait_is_charged_to_the_lane_that_took_the_time(
+    placement: str, slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do = Lane._do
+
+    def slowly(lane: Lane, work: Work) -> Any:
+        time.sleep(0.01 if lane.name == slow else 0.0)
+        return do(lane, work)
+
+    torch.manual_seed(0)
+    model = chain()
+    with wrapped(model, placement, tmp_path, 1.0) as optimizer:
+        monkeypatch.setattr(Lane, "_do", slowly)
+        steps(model, optimizer, chain_loss, 3)
+        stats = optimizer.stats
+    assert stats.stall_s[slow] > 0.5 * sum(stats.stall_s.values()) > 0.0

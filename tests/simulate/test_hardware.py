@@ -198,3 +198,30 @@ def test_a_drive_costs_in_transfers_of_a_size_what_lies_between_the_two_that_wer
             max(nbytes / fast, min(nbytes, few.nbytes) / slow) * (1 - 1e-9) <= takes <= max(nbytes, few.nbytes) / slow
         )
     assert 0.1 < found.cpu_share.value <= 0.4 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "gpus_of_a_link"),
+    [
+        ("h100x4", "h100x8", 1),
+        ("v100-32gx12", "v100-32gx16", 3),
+        ("gb200x2", "gb200x4", 1),
+        ("rtx4090x3", "rtx4090", 3),
+    ],
+)
+def test_a_name_may_ask_for_any_number_of_gpus(name: str, node: str, gpus_of_a_link: int) -> None:
+    machine = find_machine(name)
+    assert (machine.name, machine.gpus_per_node) == (name, int(name.rpartition("x")[2]))
+    assert machine.cpu == MACHINES[node].cpu
+    assert machine.link is not None
+    assert machine.link.gpus == gpus_of_a_link
+    assert find_machine("h100x1") == MACHINES["h100"]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("h100x9", "use h100x8 with --nodes"), ("h100x0", "unknown hardware"), ("rtx9090", "Did you mean 'rtx")],
+)
+def test_more_gpus_than_a_node_has_and_gpus_that_are_unknown_are_refused(name: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        find_machine(name)

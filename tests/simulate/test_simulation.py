@@ -2,15 +2,16 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from pairwise import each_once
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,12 +26,13 @@ from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import UNDO, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.tiers import HOST, SSD
+from pagoda.plan.tiers import HOST, LANES, SSD
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.schedule.served import Found, hit_rate
 from pagoda.simulate.hardware import DeviceSpeeds, Hardware, Link
+from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
 from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import COMPUTE, Timeline
@@ -469,3 +471,30 @@ def test_a_step_of_many_micro_batches_is_one_of_few_in_which_some_come_again(pas
     assert few.step_s - ends[0] == pytest.approx(all_of_them.step_s - ends[1], rel=1e-3, abs=1e-9)
     for tier, account in few.held_bytes.items():
         assert all(nbytes <= plan.peak_bytes[tier] for _, nbytes in account)
+
+
+class _Slowed(SimulatedLanes):
+    """Lanes of which one takes `factor` times as long."""
+
+    slow: str
+    factor: float
+
+    def submit(self, work: Work, after: Iterable[Task] = ()) -> Task:
+        if work.lane == self.slow:
+            work = replace(work, seconds=work.seconds * self.factor, python_s=0.0)
+        return super().submit(work, after)
+
+
+@given(data=st.data(), machine=st.sampled_from([FAST, GPU]) | hardware(), slow=st.sampled_from((COMPUTE, *LANES)))
+def test_a_lane_that_is_slower_than_all_others_together_binds(
+    data: st.DataObject, machine: Hardware, slow: str
+) -> None:
+    plan = data.draw(plans(separate=machine.device is not None, shares=True))
+    ticks = [data.draw(st.floats(1e-3, 1e-2)) / len(plan.trace.accesses)] * (len(plan.trace.accesses) - 1)
+    busy = simulate(plan, machine, ticks).busy_s
+    assume(busy.get(slow))
+    _Slowed.slow, _Slowed.factor = slow, 30 * sum(busy.values()) / busy[slow]
+    with patch("pagoda.simulate.simulation.SimulatedLanes", _Slowed):
+        timeline = simulate(plan, machine, ticks)
+    assert timeline.binding_lane == slow
+    assert sum(timeline.stall_s.values()) == pytest.approx(timeline.step_s - timeline.busy_s[COMPUTE])

@@ -49,7 +49,7 @@ def test_what_an_evaluation_waits_for_is_not_a_wait_of_the_next_step(
     measure = Evaluator.measure
 
     def waiting(evaluator: Evaluator, session: Session, step: int) -> Evaluation:
-        session.optimizer._engine._meter.stalled("update", 1000.0)
+        session.optimizer._engine._meter.stall_s["update"] += 1000.0
         return measure(evaluator, session, step)
 
     monkeypatch.setattr(Evaluator, "measure", waiting)

@@ -16,7 +16,7 @@ from pagoda.train.metrics import STEP_FORM, MetricsFile, StepMetrics, read_metri
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "aux_loss", "step_s", "tokens_per_s", "stall_s",
-    "bytes_moved", "peak_bytes", "accesses", "hit_rate", "faults", "activation_bytes", "loss_scale",
+    "bytes_moved", "peak_bytes", "tier_use", "accesses", "hit_rate", "faults", "activation_bytes", "loss_scale",
     "skipped", "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip
 METRICS = StepMetrics(

@@ -1,0 +1,57 @@
+"""Chooses how many sequences a step has, if the user leaves it open: as many as `pagoda train` gives it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pagoda.budgets import HOST_SHARE
+from pagoda.config.memory import FIRST_SHARE
+from pagoda.forecast.activations import MALLOC, activations_of
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.machine import Machine
+from pagoda.forecast.model_description import describe_model
+
+TOKENS_PER_STEP = 16384
+
+
+def sequences_at_once(target: int, stages: int, fits: Callable[[int], bool]) -> int:
+    """How many of the `target` sequences of a step one forward pass has: a power of two whose activations fit. Each
+    pipeline stage has a micro-batch to work on."""
+    batch = 1
+    while batch * 2 * stages <= target and fits(batch * 2):
+        batch *= 2
+    return batch
+
+
+def with_step_size(config: PlanConfig, machine: Machine) -> tuple[PlanConfig, tuple[str, ...]]:
+    """The configuration with the sequences of a forward pass and the passes of a step, and how they were chosen. Raises
+    ConfigError like `describe_model`."""
+    if config.batch_size:
+        return config, ()
+    described = describe_model(config)
+    tokens, config = config.tokens_per_step or TOKENS_PER_STEP, replace(config, tokens_per_step=None)
+    ranks = machine.ranks.data_parallel // config.sequence_parallel
+    target = max(1, round(tokens / config.seq_len / ranks))
+    room, kept = _room_for_activations(config, machine)
+
+    def fits(batch: int) -> bool:
+        return kept * activations_of(replace(config, batch_size=batch), described).total <= room
+
+    batch, passes = sequences_at_once(target, config.pipeline_parallel, fits), config.accumulation_steps
+    if passes == 1:
+        passes = max(config.pipeline_parallel, target // batch)
+    chosen = f"--batch-size {batch} --accumulation-steps {passes}"
+    each = batch * passes * ranks * config.seq_len
+    reason = f"{chosen}: about {each:,} tokens a step (--tokens-per-step), as `pagoda train` chooses them."
+    return replace(config, batch_size=batch, accumulation_steps=passes), (reason,)
+
+
+def _room_for_activations(config: PlanConfig, machine: Machine) -> tuple[int, int]:
+    """Bytes for activations where a rank computes, and the factor for what malloc keeps of them."""
+    memory, whole = config.memory, machine.compute_memory
+    on_cpu = machine.hardware.device is None
+    if memory.activation_bytes is not None:
+        return memory.activation_bytes, 1
+    if on_cpu:
+        pages = int(whole * HOST_SHARE) if memory.host_bytes is None else memory.host_bytes
+        return whole - pages, MALLOC
+    return whole - (memory.device_pages or int(whole * FIRST_SHARE)), 1
