@@ -92,7 +92,8 @@ class _Strategy(_Base):  # type: ignore[misc]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Before Lightning tells the number of devices, there may be several."""
-        made: Self = super().__new__(_based(cls, cls.on_several))
+        kind: Any = cls
+        made: Self = super().__new__(_based(kind, cls.on_several))
         return made
 
     def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
