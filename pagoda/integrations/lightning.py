@@ -161,6 +161,8 @@ class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[mi
     optimizers: Any
 
     _restored: Path | None = None
+    _wrapped: Any = None
+    """The last module that was set up."""
     _given: Any = None
     """What the last `configure_optimizers` gave."""
 
@@ -186,8 +188,8 @@ class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[mi
         self.accelerator.setup(trainer)
         self._check_processes()
         fits = trainer.state.fn == TrainerFn.FITTING
-        if self._paged is None:
-            self._paged = optimizer_of(self.lightning_module)
+        if self._wrapped is not self.lightning_module:
+            self._paged, self._wrapped = optimizer_of(self.lightning_module), self.lightning_module
         if fits or self._paged is None:
             self._set_up_optimizer(trainer, fits)
         if not fits:
