@@ -92,7 +92,8 @@ class _Strategy(_Base):  # type: ignore[misc]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Before Lightning tells the number of devices, there may be several."""
-        made: Self = super().__new__(_based(cls, cls.on_several))
+        kind: Any = cls
+        made: Self = super().__new__(_based(kind, cls.on_several))
         return made
 
     def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
@@ -160,6 +161,8 @@ class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[mi
     optimizers: Any
 
     _restored: Path | None = None
+    _wrapped: Any = None
+    """The last module that was set up."""
     _given: Any = None
     """What the last `configure_optimizers` gave."""
 
@@ -185,8 +188,8 @@ class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[mi
         self.accelerator.setup(trainer)
         self._check_processes()
         fits = trainer.state.fn == TrainerFn.FITTING
-        if self._paged is None:
-            self._paged = optimizer_of(self.lightning_module)
+        if self._wrapped is not self.lightning_module:
+            self._paged, self._wrapped = optimizer_of(self.lightning_module), self.lightning_module
         if fits or self._paged is None:
             self._set_up_optimizer(trainer, fits)
         if not fits:

@@ -15,6 +15,7 @@ from integrations.tiny_text import memory, model, samples, warmed  # noqa: E402
 from pagoda.checkpoint.waiting import is_waiting  # noqa: E402
 from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.lightning import PagodaFabricStrategy, PagodaStrategy  # noqa: E402
+from pagoda.integrations.paging import optimizer_of  # noqa: E402
 
 QUIET = {
     "logger": False,
@@ -263,6 +264,20 @@ def test_an_optimizer_that_a_module_keeps_goes_on_with_its_state(alike: Alike) -
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(module)
         return module.steps
+
+    alike(program)
+
+
+def test_a_trainer_may_get_another_module(alike: Alike) -> None:
+    def program(make: Any) -> Any:
+        first, second, trainer = Regression(), Regression(), make()
+        trainer.fit(first)
+        if (paged := optimizer_of(first)) is not None:
+            paged.close()
+        found = trainer.test(second, verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(second)
+        return found, second.steps
 
     alike(program)
 
