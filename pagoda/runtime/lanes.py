@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch.autograd import profiler
 
 from pagoda.plan.tiers import INLINE_BYTES
-from pagoda.process import Waiters, check_not_forked, forks, start_thread
+from pagoda.process import Waiters, check_not_forked, forks, may_be_of_signal, start_thread
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 
@@ -235,10 +235,10 @@ class Lane:
             if now:
                 start = time.perf_counter()
                 event, error = self._do(work)
-                if isinstance(error, KeyboardInterrupt):  # not the work's
-                    raise error
                 assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
                 self._end(ticket, start, error)
+                if error is not None and may_be_of_signal(error):
+                    raise error
             else:
                 self._queue.put((work, ticket))
 

@@ -16,7 +16,7 @@ from pagoda.memory.region import Region
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
-from pagoda.process import Waiters
+from pagoda.process import Waiters, may_be_of_signal
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
@@ -167,7 +167,9 @@ class UpdateStream:
         if error is None and update.guess is not None:
             try:
                 update.guess.begin()
-            except Exception as raised:
+            except BaseException as raised:
+                if may_be_of_signal(raised):
+                    raise
                 error = raised
         if error is None:
             self._tell(self._stream.ask, update, update.unit.index, self._changing(update))
@@ -238,7 +240,9 @@ class UpdateStream:
         handles: list[Handle] = []
         try:
             handles.extend(submitted)
-        except Exception as error:  # it ends after all that was submitted
+        except BaseException as error:  # it ends after all that was submitted
+            if may_be_of_signal(error):
+                raise
             handles.append(Handle())
             handles[-1].finish(error)
         all_of(handles).then(partial(self._tell, ended, block))
