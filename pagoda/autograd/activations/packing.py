@@ -161,7 +161,7 @@ class Packing:
     """Inputs of that block, until its forward has ended."""
     graph: Graph = field(default_factory=Graph)
     """The graph of the model's latest forward."""
-    block: threading.Lock | None = None
+    block: "threading.Lock | None" = None
     """Of the last block of `gathered` with which packing began. Held inside it."""
     _of_thread: threading.local = field(default_factory=threading.local)
     _placeholders: dict[int, str] = field(default_factory=dict)
