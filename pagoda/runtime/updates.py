@@ -138,8 +138,11 @@ class UpdateStream:
             self._tell(self._stream.read_ahead, unit)
 
     def drop_ahead(self) -> None:
-        """Wait until nothing is being read ahead, whether the reads succeed or fail. No update may be under way."""
+        """Drop what was read ahead. No update may be under way."""
         self._tell(self._stream.drop_ahead)
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing is being read, whether the reads succeed or fail."""
         while True:
             with self._lock:
                 if self._stream.idle:
@@ -156,6 +159,7 @@ class UpdateStream:
         """Finish the submitted updates. Later ones, which come of what was under way, fail."""
         self._refusal = self._refusal or UsageError("The optimizer is closed.")
         self.drop_ahead()
+        self.wait_until_idle()
 
     def _begin(self, update: RunningUpdate, error: BaseException | None = None) -> None:
         """Begin an update, unless what it waited for has failed, or its gradient is not finite.
