@@ -1,5 +1,5 @@
-"""An exception of a signal's handler, at whichever line of Pagoda's own code: afterwards training goes on as if the step
-had not begun, or a checkpoint loads. Nothing hangs, and the exception reaches the user's code.
+"""An exception of a signal's handler, at any line of Pagoda's own code: afterwards training goes on as if the step had
+not begun, or a checkpoint loads. Nothing hangs, and the exception reaches the user's code.
 """
 
 import dis
