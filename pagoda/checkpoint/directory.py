@@ -258,8 +258,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         content = json.loads(read_regular(path).decode())
     except OSError as error:
         raise CheckpointError(
-            f"{directory} is not a checkpoint: {path.name} cannot be read ({error.strerror or error}). Name a directory "
-            "that save_checkpoint has written, or for a command, a run of `pagoda train`"
+            f"{directory} is not a checkpoint: {path.name} cannot be read ({error.strerror or error}). Name a "
+            "directory that save_checkpoint has written, or for a command, a run of `pagoda train`"
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pagoda.process import Waiters
 from pagoda.runtime.damage import Damage
+from pagoda.runtime.waiters import Waiters
 from pagoda.schedule.operations import Operation
 from pagoda.schedule.scheduler import Scheduler
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from torch.autograd import profiler
 
 from pagoda.plan.tiers import INLINE_BYTES
-from pagoda.process import Waiters, check_not_forked, forks, may_be_of_signal, start_thread
+from pagoda.process import check_not_forked, forks, may_be_of_signal, start_thread
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.timeline_recorder import TimelineRecorder
+from pagoda.runtime.waiters import Waiters
 
 SSD_THREADS = 4
 """Number of threads of `ssd_read` and `ssd_write` for each drive. While some threads hash, the others keep the drive

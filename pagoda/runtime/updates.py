@@ -16,12 +16,13 @@ from pagoda.memory.region import Region
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
-from pagoda.process import Waiters, may_be_of_signal
+from pagoda.process import may_be_of_signal
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
+from pagoda.runtime.waiters import Waiters
 from pagoda.schedule.stream import Action, Block, Do, Stream
 
 Pieces = Sequence[tuple[UnitGradient, Sequence[Segment]]]
