@@ -46,9 +46,13 @@ class Driver:
 
     def stop(self, error: BaseException) -> None:
         """Half of an event was left behind by an error."""
+        self._note(error)
+        with self._lock:
+            self._changed.wake()
+
+    def _note(self, error: BaseException) -> None:
         self._damage.note(error)
         self.stopped = True
-        self._changed.wake()
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass on an event. On return it has been processed, unless this thread is already processing another one."""
@@ -88,7 +92,7 @@ class Driver:
                 for operation in self.scheduler.take():
                     self._execute(operation)
         except BaseException as error:
-            self.stop(error)
+            self._note(error)
             raise
         finally:
             self._holder = None
