@@ -48,7 +48,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "self._events.pop()",
         ),
         "an event between its check and its wait is missed": (
-            "                wait = None if self.scheduler.idle else self._changed.add()\n            (wait or stuck)()\n",
+            "                wait = None if self.scheduler.idle else self._changed.add()\n"
+            "            (wait or stuck)()\n",
             "                idle = self.scheduler.idle\n            (stuck if idle else self._changed.add())()\n",
         ),
     },
