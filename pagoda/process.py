@@ -8,9 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
-from pagoda.errors import UsageError
+from pagoda.errors import PagodaError, UsageError
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
@@ -110,29 +109,7 @@ def check_not_forked(since: int) -> None:
         )
 
 
-class Waiters:
-    """Threads that wait for a change of something that a lock guards.
-
-    Unlike threading.Condition, this leaves the lock alone, so that an exception that a signal's handler raises in a
-    wait cannot leave it locked or unlocked by mistake: a thread registers with `add` under the lock, and then waits
-    without it.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[Any] = []
-
-    def add(self) -> Callable[[], object]:
-        """A function that waits until the next `wake`. Call it without the lock."""
-        waiter = threading.Lock()
-        waiter.acquire()
-        self._waiting.append(waiter)
-        return waiter.acquire
-
-    def wake(self) -> None:
-        """Let all go on that wait."""
-        waiting, woken = self._waiting, 0
-        for waiter in waiting:
-            woken += 1
-            if waiter.locked():
-                waiter.release()
-        del waiting[:woken]
+def may_be_of_signal(error: BaseException) -> bool:
+    """Whether an error may be that of a signal's handler, which Python runs anywhere on the main thread. So it is not
+    that of the work which it has cut off, and must reach the user's code at once."""
+    return threading.current_thread() is threading.main_thread() and not isinstance(error, PagodaError)

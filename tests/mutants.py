@@ -238,13 +238,13 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "autograd/accesses.py": {
         "an interrupt in the middle of an event goes unnoticed": (
-            "if isinstance(error, KeyboardInterrupt) and",
-            "if False and",
-            "autograd/test_model_access.py",
+            "                    if self.half_done:\n                        self.give_up(error)\n",
+            "                    self.half_done = False\n",
+            "runtime/test_interrupts.py",
         ),
         "nested uses end with the first": (
-            "            if not self._uses[phase][unit.index]:\n                self._driver.tell",
-            "            if True:\n                self._driver.tell",
+            "        if not self._uses[phase][unit.index]:\n            self._driver.tell",
+            "        if True:\n            self._driver.tell",
             "test_matrix.py runtime/test_same_bits.py autograd/test_uses_of_parameters.py",
         ),
         "compute reads before its wait has ended": (
@@ -605,8 +605,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "runtime/updates.py": {
         "whoever drops what is read ahead does not wait for the reads": (
-            "            self._changed.wait_for(lambda: self._stream.idle)",
-            "            pass",
+            "                if self._stream.idle:\n",
+            "                if True:\n",
             "runtime/test_updates.py",
         ),
         "an update does not wait for the copy of the states that it replaces": (

@@ -4,6 +4,7 @@ pyproject.toml bounds both packages. Where a name here is gone in a new version,
 """
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
@@ -22,6 +23,7 @@ NAMES = {
     "torch._C._current_graph_task_id": "whether backward runs is not known: recomputed blocks take faults for forward",
     "torch._C._autograd._top_saved_tensors_default_hooks": "saved-tensor hooks of a user cannot be told from Pagoda's",
     "torch._C._autograd._push_saved_tensors_default_hooks": "gradients of gradients hold all weights at once",
+    "torch._C._autograd._pop_saved_tensors_default_hooks": "after Ctrl-C, saved-tensor hooks stay behind",
     "torch._C._functorch.peek_interpreter_stack": "forwards under functorch's transforms cannot be refused",
     "torch._C.DisableTorchFunctionSubclass": "hidden parameters and gradient markers cannot be read by Pagoda itself",
     "torch._C._storage_Use_Count": "a lease cannot be told from a free one: nothing is ever evicted",
@@ -35,6 +37,9 @@ NAMES = {
     "torch._assert_async": "labels out of range are not noticed on a GPU",
     "torch.autograd.Variable._execution_engine": "ranks do not say where a backward ends",
     "torch.autograd.Variable._execution_engine.queue_callback": "ranks do not say where a backward ends",
+    "torch.autograd.profiler._is_profiler_enabled": "waits and lanes have no names in torch's profiler",
+    "torch.nn.utils.parametrize._cache": "blocks recompute without what parametrize.cached() has cached",
+    "torch.nn.utils.parametrize._cache_enabled": "blocks recompute without what parametrize.cached() has cached",
     "torch._dynamo.OptimizedModule": "what torch.compile returned is not recognised: checkpoints have its names",
     "torch._subclasses.fake_tensor.FakeTensorMode": "FLOPs are not counted; state dicts are not streamed to files",
     "torch.distributed.distributed_c10d._get_default_store": "silent ranks on other hosts are not named",
@@ -48,6 +53,8 @@ NAMES = {
     "torch.utils._pytree.tree_map": "hidden parameters among arguments are not found",
     "torch.utils._pytree.tree_iter": "tensors among the arguments of an operation that is recorded are not found",
     "torch.utils._pytree.tree_map_only": "state dicts are not streamed to files; no embedding is on the CPU for a GPU",
+    "threading._DummyThread": "autograd's threads wait for the forward that waits for them",
+    "sys._getframe": "errors about waiting tensors do not name the code that uses them",
 }
 """Name -> what breaks without it. They are in modules that the package names in full, or imports from."""
 OF_OBJECTS = {
@@ -71,6 +78,40 @@ OF_OBJECTS = {
     "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys": "`load` warns of keys that may be absent",
 }
 """Attributes of objects; what they are called is searched for in the package."""
+OF_INSTANCES = {
+    "_compiled_call_impl": "Module: no hook leases weights",
+    "_call_impl": "Module: no hook leases weights",
+    "_buffers": "Module: recomputed blocks see buffers that the first forward has changed",
+    "_modules": "Module: parts of a compiled model are not found",
+    "_non_persistent_buffers_set": "Module: checkpoints have buffers that state dicts leave out",
+    "_state_dict_hooks": "Module: state dicts lack what hooks add",
+    "_forward_pre_hooks": "Module: layers with hooks are cut in tiles",
+    "_use_count": "Tensor: hooks on autograd's nodes are lost without an error",
+    "_backward_hooks": "Tensor: hooks are lost where a parameter gets new memory",
+    "_post_accumulate_grad_hooks": "Tensor: hooks are lost where a parameter gets new memory",
+    "_local_tensor": "DTensor: this rank's part cannot be read",
+    "_checkpoint_offset": "storage: optimizer states are not streamed to files",
+    "_schema": "operator: what is recorded of waiting tensors has no name",
+    "_to_copy": "operator: casts of waiting tensors are not recorded",
+    "_unsafe_view": "operator: views of waiting tensors are not recorded",
+    "_opt_called": "Optimizer: learning-rate schedulers warn",
+    "_orig_mod": "OptimizedModule: compiled modules are not recognised",
+    "_can_checkpoint_with_cache": "transformers: the key-value cache is on while blocks recompute",
+    "_attn_implementation": "transformers: documents are kept apart by dense masks",
+    "_can_set_attn_implementation": "transformers: documents are kept apart by dense masks",
+    "_from_config": "transformers: models cannot be built without their weights",
+    "_get_output_dir": "transformers: checkpoints are sought in another directory",
+    "_check_merge_allowed": "peft: adapters that cannot be merged are merged",
+    "_fix_param_name_to_vllm": "TRL: vLLM gets weights by other names",
+    "_is_accelerate_prepared": "Accelerate: a model is prepared twice",
+    "_accelerator_connector": "Lightning: samplers are replaced",
+    "_forward_redirection": "Lightning: steps do not pass through the wrapped model",
+    "_lightning_module": "Lightning: the strategy has no module",
+    "_optimizers": "Lightning: the strategy has no optimizers",
+    "_reset_optimizers_and_schedulers": "Lightning: a second fit keeps old optimizers",
+    "_iter_named_params": "Accelerate: parameters are not found by name",
+}
+"""Attributes of objects that the package asks for -> whose they are, and what breaks without them."""
 UNDOCUMENTED = {
     "transformers.core_model_loading": "revert_weight_conversion WeightConverter WeightRenaming dot_natural_key "
     "rename_source_key",
@@ -91,21 +132,66 @@ def found(name: str) -> Any:
         return getattr(found(owner), attribute)
 
 
+TREES = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+
+
+def is_private(name: str) -> bool:
+    return name[:1] == "_" != name[1:2]
+
+
+def imports(tree: ast.Module) -> dict[str, str]:
+    """Every name that a file imports of other packages -> its full name."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names if alias.asname}
+            names |= {each: each for alias in node.names if not alias.asname for each in [alias.name.partition(".")[0]]}
+    return {name: full for name, full in names.items() if not full.startswith("pagoda")}
+
+
 def used() -> Iterator[str]:
-    """Every dotted name of torch or transformers with a private part, as the package writes it."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names: list[str] = []
+    """Every name of another package with a private part, in full, however the package has imported it."""
+    for tree in TREES:
+        known = imports(tree)
+        names = [*known.values()]
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
-                names = [ast.unparse(node)]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            for name in names:
-                first, *rest = name.split(".")
-                if first in ("torch", "transformers") and any(p[:1] == "_" != p[1:2] for p in rest):
-                    yield name
+                first, dot, rest = ast.unparse(node).partition(".")
+                names += [f"{known[first]}{dot}{rest}"] if first in known else []
+        for name in names:
+            if re.fullmatch(r"[\w.]+", name) and any(map(is_private, name.split(".")[1:])):
+                yield name
+
+
+def own_names() -> set[str]:
+    """Private names that the package itself defines."""
+    own: set[str] = set()
+    for node in (node for tree in TREES for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            own.add(node.attr)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            own |= {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    return own
+
+
+def of_instances() -> Iterator[str]:
+    """Every private attribute, of whatever object, that the package does not define."""
+    own = own_names() | {"_replace"}  # of named tuples, and documented
+    for tree in TREES:
+        known = imports(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                if ast.unparse(node).partition(".")[0] not in known and is_private(node.attr) and node.attr not in own:
+                    yield node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                names = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
+                yield from (name for name in names if isinstance(name, str) and is_private(name) and name not in own)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *OF_OBJECTS])
@@ -124,8 +210,10 @@ def test_what_maps_tensors_of_files_is_there(module: str) -> None:
 def test_no_other_private_names_are_used() -> None:
     others = {name for name in used() if not any(known == name or known.startswith(f"{name}.") for known in NAMES)}
     assert not others, "add them to NAMES, with what breaks without them, or do without"
+    listed = {*OF_INSTANCES, *(name.rpartition(".")[2] for name in OF_OBJECTS)}
+    assert {*of_instances()} - listed == set(), "add them to OF_INSTANCES, or do without"
     text = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    for name in (*(known.rpartition(".")[2] for known in (*NAMES, *OF_OBJECTS)), *UNDOCUMENTED):
+    for name in (*(known.rpartition(".")[2] for known in (*NAMES, *OF_OBJECTS)), *OF_INSTANCES, *UNDOCUMENTED):
         assert name in text, f"{name} is used no more: take it off the list"
 
 

@@ -333,13 +333,18 @@ class Accesses:
             self.wait(lambda: scheduler.drained, "update")
         finally:
             self.tell(scheduler.drain, False)
-        self.turn.waiting(self._executor.updates.drop_ahead)
+        self._drop_ahead()
 
+    @event
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whether operations succeed or fail."""
         self._executor.poll()
-        self._driver.wait(lambda: self._scheduler.idle, lambda: None)
+        self.turn.waiting(self._driver.wait, lambda: self._scheduler.idle, lambda: None)
+        self._drop_ahead()
+
+    def _drop_ahead(self) -> None:
         self._executor.updates.drop_ahead()
+        self.turn.waiting(self._executor.updates.wait_until_idle)
 
     @property
     def in_use(self) -> bool:
@@ -384,10 +389,10 @@ class Accesses:
         def stuck() -> bool:
             return self._driver.ask(lambda: self._scheduler.idle and not until())
 
-        self._executor.poll()
+        self.turn.run(self._executor.poll)
         if stuck():
             gc.collect()  # reference cycles may keep views of leases alive
-            self._executor.poll()
+            self.turn.run(self._executor.poll)
         if stuck():
             self._executor.raise_spill_failure()
             refuse()

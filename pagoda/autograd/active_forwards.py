@@ -84,7 +84,7 @@ class ActiveForwards:
         if self._resident:
             return
         self._packing.leave_block()
-        if self._running or self._accesses.in_use or self._packing.is_entered:
+        if self._running or self._accesses.in_use or self._packing.is_left_over:
             self._accesses.turn.give_up(UsageError(CUT_OFF))
             self._accesses.check_open()
 

@@ -166,7 +166,7 @@ class Removable:
         try:
             others = sorted({*os.listdir(directory)} - own)
         except OSError as error:
-            raise CheckpointError(f"{directory} is kept: it cannot be read ({error.strerror})") from error
+            raise CheckpointError(f"{directory} is kept: it cannot be read ({error.strerror or error})") from error
         if others:
             raise CheckpointError(f"{directory} is kept: {', '.join(others[:3])} in it is not part of the checkpoint")
         return Removable(directory, checkpoint_id, _references(manifest))
@@ -262,8 +262,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         hash_now = hash_of(stored)
     except OSError as error:
         raise CheckpointError(
-            f"{directory} is not a checkpoint: {path.name} cannot be read ({error.strerror}). Name a directory that "
-            "save_checkpoint has written, or for a command, a run of `pagoda train`"
+            f"{directory} is not a checkpoint: {path.name} cannot be read ({error.strerror or error}). Name a "
+            "directory that save_checkpoint has written, or for a command, a run of `pagoda train`"
         ) from error
     except (ValueError, TypeError, RecursionError) as error:  # not an object, or nested too deeply
         raise CheckpointError(f"{path} is damaged: {error}") from error

@@ -37,6 +37,8 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
     block = threading.Lock()
     # Otherwise graphs would keep the parameters themselves, which later hold placeholders.
     packing = next((packing for s in states.values() if (packing := s.engine.graphs.packing).enter()), None)
+    if packing is not None:
+        packing.block = block
     with block:
         try:
             for state in states.values():

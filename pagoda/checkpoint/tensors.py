@@ -239,7 +239,7 @@ class TensorFile:
         return out
 
     def _unreadable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self.path} cannot be read: {error.strerror}")
+        return CheckpointError(f"{self.path} cannot be read: {error.strerror or error}")
 
     def close(self) -> None:
         self._file.close()

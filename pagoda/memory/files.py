@@ -169,4 +169,4 @@ def storage_errors(what: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"{what}: {error.strerror}") from error
+        raise StorageError(f"{what}: {error.strerror or error}") from error

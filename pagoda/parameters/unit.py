@@ -102,9 +102,10 @@ class Gathered:
 class LiveUnit:
     """The parameters of one unit, in the order of its slots.
 
-    Invariant: outside its modules' forward, every parameter is hidden. Its shape, dtype and device are true, and any
-    use of its values raises an error. For code that torch does not see, it contains a placeholder: NaN expanded to its
-    shape. For a DTensor this holds for the rank's part: the parameter itself stays, and shows another part.
+    Invariant: outside its modules' forward, every parameter is hidden. Its shape, dtype and device are true, and
+    functions of torch that use its values read them from pages. For code that torch does not see, it contains a
+    placeholder: NaN expanded to its shape. For a DTensor this holds for the rank's part: the parameter itself stays,
+    and shows another part.
     """
 
     def __init__(self, spec: UnitSpec, params: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:

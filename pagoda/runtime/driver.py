@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pagoda.process import Waiters
 from pagoda.runtime.damage import Damage
+from pagoda.runtime.waiters import Waiters
 from pagoda.schedule.operations import Operation
 from pagoda.schedule.scheduler import Scheduler
 
@@ -48,9 +48,13 @@ class Driver:
 
     def stop(self, error: BaseException) -> None:
         """Half of an event was left behind by an error."""
+        self._note(error)
+        with self._lock:
+            self._changed.wake()
+
+    def _note(self, error: BaseException) -> None:
         self._damage.note(error)
         self.stopped = True
-        self._changed.wake()
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass on an event. On return it has been processed, unless this thread is already processing another one."""
@@ -91,7 +95,7 @@ class Driver:
                     self._execute(operation)
             self.observe(self.scheduler)
         except BaseException as error:
-            self.stop(error)
+            self._note(error)
             raise
         finally:
             self._holder = None

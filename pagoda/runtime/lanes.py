@@ -10,8 +10,9 @@ from typing import NamedTuple
 from torch.autograd import profiler
 
 from pagoda.plan.tiers import INLINE_BYTES
-from pagoda.process import Waiters, check_not_forked, forks, start_thread
+from pagoda.process import check_not_forked, forks, may_be_of_signal, start_thread
 from pagoda.runtime.device import PAST, Event
+from pagoda.runtime.waiters import Waiters
 
 SSD_THREADS = 4
 """Number of threads of `ssd_read` and `ssd_write` for each drive. While some threads hash, the others keep the drive
@@ -238,10 +239,10 @@ class Lane:
             if now:
                 start = time.perf_counter()
                 event, error = self._do(work)
-                if isinstance(error, KeyboardInterrupt):  # not the work's
-                    raise error
                 assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
                 self._end(ticket, start, error)
+                if error is not None and may_be_of_signal(error):
+                    raise error
             else:
                 self._queue.put((work, ticket))
 

@@ -92,12 +92,10 @@ class Store:
         self.host.arena.lock()
 
     def _open(self, plan: Plan) -> None:
-        """Take the memory of a plan. Its extents have no values yet. Those on SSD get their pages from
-        `_place_on_ssd`."""
-        page = plan.page_bytes
+        """Take the memory of a plan. Extents have no values yet, and none on SSD before `_place_on_ssd`."""
         device = _open_device_tier(plan, self._device, self._poison)
-        host = self._device.host_arena(max(page, plan.peak_bytes.get(HOST, 0)), locked=False)
-        self._divide(plan, Region.of(HOST, host, page, poison=self._poison), device)
+        host = self._device.host_arena(max(plan.page_bytes, plan.peak_bytes.get(HOST, 0)), locked=False)
+        self._divide(plan, Region.of(HOST, host, plan.page_bytes, poison=self._poison), device)
 
     def _divide(self, plan: Plan, host: Region, device: Region | None) -> None:
         """Take all pages of a plan from its memory."""
@@ -163,8 +161,7 @@ class Store:
         return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
 
     def copy_out(self, unit: int, state: str, first: int, count: int, into: memoryview) -> None:
-        """Copy the newest elements [first, first + count) of a state in memory to the bytes of `into`, and wait for the
-        copy."""
+        """Copy the newest elements [first, first + count) of a state in memory to the bytes of `into`, and wait."""
         source = self._tensors[unit, self.newest_extent(unit, state)][first : first + count]
         target = torch.frombuffer(into, dtype=source.dtype)
         if self.lives_on_device(unit, state):
@@ -354,9 +351,7 @@ class Store:
 
     def begin_anew(self) -> None:
         """Forget the values of all states, which will be replaced, and who has which pages. Nothing uses any."""
-        host, device = (region and region.anew() for region in (self.host, self.device))
-        assert host is not None
-        self._divide(self.plan, host, device)
+        self._divide(self.plan, self.host.anew(), self.device and self.device.anew())
         self._place_on_ssd({})
 
     # --- another placement --------------------------------------------------------------------------------
@@ -402,7 +397,7 @@ class Store:
 
     @property
     def may_move(self) -> bool:
-        """Whether RAM has room for the states on a separate device, which pass through it when they `move`."""
+        """Whether RAM has room for the states on a separate device, which pass through it."""
         return sum(tensor.nbytes for tensor in self._on_device.values()) <= free_ram()
 
     @property
@@ -437,8 +432,6 @@ class Store:
         arena = self.host.arena
         if extent.is_cpu and 0 <= (at := extent.data_ptr() - arena.address) < arena.nbytes:
             arena.discard(at, extent.nbytes)
-
-    # ------------------------------------------------------------------------------------------------------
 
     def close(self, device: bool = True) -> None:
         """Release the tiers, and the device only if `device`. RAM is released with the last tensor in it."""

@@ -17,12 +17,13 @@ from pagoda.optim.rule import StateSpec
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
-from pagoda.process import Waiters
+from pagoda.process import may_be_of_signal
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
+from pagoda.runtime.waiters import Waiters
 from pagoda.schedule.stream import Action, Block, Do, Stream
 
 Pieces = Sequence[tuple[UnitGradient, Sequence[Segment]]]
@@ -139,8 +140,11 @@ class UpdateStream:
             self._tell(self._stream.read_ahead, unit)
 
     def drop_ahead(self) -> None:
-        """Wait until nothing is being read ahead, whether the reads succeed or fail. No update may be under way."""
+        """Drop what was read ahead. No update may be under way."""
         self._tell(self._stream.drop_ahead)
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing is being read, whether the reads succeed or fail."""
         while True:
             with self._lock:
                 if self._stream.idle:
@@ -157,6 +161,7 @@ class UpdateStream:
         """Finish the submitted updates. Later ones, which come of what was under way, fail."""
         self._refusal = self._refusal or UsageError("The optimizer is closed.")
         self.drop_ahead()
+        self.wait_until_idle()
 
     def _begin(self, update: RunningUpdate, error: BaseException | None = None) -> None:
         """Begin an update, unless what it waited for has failed, or its gradient is not finite.
@@ -168,7 +173,9 @@ class UpdateStream:
         if error is None and update.guess is not None:
             try:
                 update.guess.begin()
-            except Exception as raised:
+            except BaseException as raised:
+                if may_be_of_signal(raised):
+                    raise
                 error = raised
         if error is None:
             self._tell(self._stream.ask, update, update.unit.index, self._changing(update))
@@ -239,7 +246,9 @@ class UpdateStream:
         handles: list[Handle] = []
         try:
             handles.extend(submitted)
-        except Exception as error:  # it ends after all that was submitted
+        except BaseException as error:  # it ends after all that was submitted
+            if may_be_of_signal(error):
+                raise
             handles.append(Handle())
             handles[-1].finish(error)
         all_of(handles).then(partial(self._tell, ended, block))

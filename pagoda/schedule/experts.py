@@ -80,16 +80,27 @@ class Chosen:
     """
 
     def __init__(self) -> None:
-        self.coming: dict[int, int] = {}
-        """unit -> its place among the coming units, starting at 1. In the order of their uses."""
+        self._places: dict[int, int] = {}
+        """unit -> its place among the chosen units, starting at 1, in the order of their uses."""
+        self._passed = 0
+        """The place of the unit that was used last. The units after it are coming."""
         self._together: dict[int, Sequence[int]] = {}
         """unit -> the units that were chosen together with it when it was last chosen, including itself."""
         self._using: int | None = None
 
     def announce(self, units: Sequence[int]) -> None:
         """A router has chosen units."""
-        self.coming = _places(units)
+        self._expect(units)
         self._together.update((unit, units) for unit in units)
+
+    def place(self, unit: int) -> int:
+        """A unit's place among the coming units, starting at 1. 0 if it is not one of them."""
+        return max(0, self._places.get(unit, 0) - self._passed)
+
+    @property
+    def coming(self) -> list[int]:
+        """The coming units, in the order of their uses."""
+        return [*self._places][self._passed :]
 
     def used(self, unit: int, backward: bool) -> bool:
         """Compute uses a unit. If the unit was expected, the units after it are coming; otherwise none are. Returns
@@ -97,16 +108,14 @@ class Chosen:
         if unit == self._using or not self._together:
             return False
         self._using = unit
-        if unit in self.coming:
-            units = [*self.coming]
-            self.coming = _places(units[units.index(unit) + 1 :])
+        if self.place(unit):
+            self._passed = self._places[unit]
         elif backward and (chosen := self._together.get(unit)) is not None:
-            self.coming = _places(chosen[: chosen.index(unit)][::-1])
+            self._expect(chosen[: chosen.index(unit)][::-1])
             return True
         else:
-            self.coming = {}
+            self._expect(())
         return False
 
-
-def _places(units: Sequence[int]) -> dict[int, int]:
-    return {unit: place for place, unit in enumerate(dict.fromkeys(units), start=1)}
+    def _expect(self, units: Sequence[int]) -> None:
+        self._places, self._passed = {unit: at for at, unit in enumerate(dict.fromkeys(units), start=1)}, 0

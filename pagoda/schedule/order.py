@@ -68,7 +68,7 @@ class Order:
         before = self._cursor.position
         if self._cursor.advance(access) is not None and self._cursor.position < before:
             self._start += self._uses.period
-        return [*self._chosen.coming] if announces else ()
+        return self._chosen.coming if announces else ()
 
     def expect(self, units: Sequence[int]) -> None:
         """A router has chosen the units that are used next, in this order."""
@@ -108,8 +108,8 @@ class Order:
     def next_use(self, unit: int) -> float:
         """The time of the next access of a unit. Infinite if no use is expected."""
         now = self._start + self._cursor.position
-        if (coming := self._chosen.coming) and unit in coming:
-            return now + coming[unit] / (self._units + 1)
+        if place := self._chosen.place(unit):
+            return now + place / (self._units + 1)
         use = self._next_uses[unit]
         if use <= now:
             use = self._next_uses[unit] = now + self._uses.after(self._stand_in[unit], self._cursor.position)
@@ -117,4 +117,4 @@ class Order:
 
     def is_expected(self, unit: int) -> bool:
         """Whether a unit is expected to be used. Experts that the last step did not use are not."""
-        return unit in self._chosen.coming or self._experts.is_expected(unit)
+        return self._chosen.place(unit) > 0 or self._experts.is_expected(unit)

@@ -20,7 +20,7 @@ Rules:
 - After an error, no further block of its update begins. The update is over once the blocks under way are.
 
 This file has neither threads nor tensors nor a clock: events come in, actions (`take`) come out. `runtime/updates.py`
-carries them out. The simulator has chunks of its own (`simulate/updates.py`).
+carries them out, and `simulate/updates.py` those of the simulator.
 """
 
 from bisect import bisect_left

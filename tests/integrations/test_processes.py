@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import end_with_parent
 from ranks.ranks import ROOT, RankServer
 
 from integrations.programs import HOST_BYTES, KILL, RESUME
@@ -63,7 +64,9 @@ def test_lightning_on_two_ranks_is_the_stock_one_on_two_ranks(tmp_path: Path) ->
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(tmp_path / "run.py"), str(tmp_path)]
-    subprocess.run(command, env={**environment, "GLOO_SOCKET_IFNAME": "lo"}, check=True, timeout=300)
+    subprocess.run(
+        command, env={**environment, "GLOO_SOCKET_IFNAME": "lo"}, check=True, timeout=300, preexec_fn=end_with_parent
+    )
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["paged"] == found["stock"]
     assert len(found["resumed"]) == 2

@@ -110,17 +110,22 @@ def be_agent(request: dict[str, Any]) -> int:
     return 0
 
 
-def attempt(request: dict[str, Any]) -> list[int | None]:
-    """Fork every rank, or an agent, and wait for all, at most as long as the request says."""
+def attempt(request: dict[str, Any], asker: socket.socket) -> list[int | None]:
+    """Fork every rank, or an agent, and wait for all, at most as long as the request says, or as someone asks."""
     with socket.socket() as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 may listen there, and nobody else gets it
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
         works = [partial(be_rank, request, port, rank) for rank in range(request["ranks"])]
-        return ended([partial(be_agent, request)] if "restarts" in request else works, request["timeout_s"])
+        return ended([partial(be_agent, request)] if "restarts" in request else works, request["timeout_s"], asker)
 
 
-def ended(works: list[Callable[[], int]], timeout_s: float) -> list[int | None]:
+def has_left(asker: socket.socket) -> bool:
+    """Whether the process that asked is connected no more."""
+    return bool(select.select([asker], [], [], 0)[0]) and not asker.recv(1, socket.MSG_PEEK)
+
+
+def ended(works: list[Callable[[], int]], timeout_s: float, asker: socket.socket) -> list[int | None]:
     """Do each work in a process of its own; how each ended."""
     children = {}
     for number, work in enumerate(works):
@@ -131,7 +136,7 @@ def ended(works: list[Callable[[], int]], timeout_s: float) -> list[int | None]:
         children[child] = number
     status: list[int | None] = [None] * len(works)
     deadline = time.monotonic() + timeout_s
-    while children and time.monotonic() < deadline:
+    while children and time.monotonic() < deadline and not has_left(asker):
         child, ended = os.waitpid(-1, os.WNOHANG)
         if child:
             status[children.pop(child)] = os.waitstatus_to_exitcode(ended)
@@ -149,7 +154,7 @@ def serve(listener: socket.socket) -> None:
 
     def answer(request: dict[str, Any], asker: socket.socket) -> None:
         listener.close()
-        asker.sendall(json.dumps(attempt(request)).encode() + b"\n")
+        asker.sendall(json.dumps(attempt(request, asker)).encode() + b"\n")
 
     while True:
         with suppress(ChildProcessError):

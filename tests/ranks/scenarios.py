@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import end_with_parent
 from reference import InMemory
 from rich.console import Console
 from torch import nn
@@ -546,7 +547,9 @@ def wrap_indivisible_experts(out: Path, name: str) -> str:
 def die_behind_open_connections(_: Training) -> None:
     """Its connections stay open, as where a data loader's process has a copy of them."""
     if os.fork():
-        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    end_with_parent(False)
+    os.kill(os.getppid(), signal.SIGKILL)
     os.closerange(0, 3)  # nobody waits for what it prints
     time.sleep(60)  # longer than a test may take
     os._exit(0)

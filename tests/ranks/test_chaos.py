@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked import end_with_parent
 
 from pagoda.ranks.transport import lives
 from pagoda.train import TrainConfig
@@ -147,7 +148,8 @@ def torchrun(settings: Path, out: Path) -> Iterator["subprocess.Popen[bytes]"]:
     command += [f"--max-restarts={RESTARTS}", "-m", "pagoda", "train", "--config", str(settings), "--out", str(out)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"PAGODA_RANK_TIMEOUT": "60", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True) as process:
+    settings = {"start_new_session": True, "preexec_fn": end_with_parent}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, **settings) as process:
         try:
             yield process
         finally:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked import end_with_parent
 
 from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
@@ -100,6 +101,7 @@ class Nodes:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=end_with_parent,
                 )
             self._processes.append(process)
         return prints

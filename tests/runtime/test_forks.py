@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import fork
+from forked import end_with_parent, fork
 from garbage import only_of_this_test
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -145,8 +145,11 @@ def test_a_directory_is_free_when_its_process_ends_though_a_forked_one_lives_on(
     if holder == 0:
         lock = lock_directories([tmp_path])
         if os.fork() == 0:
-            os.write(ready[1], b"x")
+            end_with_parent(False)
+            os.write(ready[1], b"xx")
             os.read(go[0], 1)
+        else:
+            os.read(ready[0], 1)
         os._exit(0 if lock else 1)
     try:
         assert _status(holder) == 0

@@ -15,6 +15,7 @@ from torch import nn
 
 import pagoda
 from pagoda.plan import layout
+from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import PAST
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.lanes import Handle, Lane, wait_all
@@ -272,7 +273,7 @@ def test_what_a_devices_work_reads_stays_alive_until_it_has_ended_and_no_longer(
 @pytest.mark.parametrize("waits_first", [False, True])
 def test_an_error_of_an_event_reaches_whoever_waits(waits_first: bool) -> None:
     scheduler: Any = SimpleNamespace(take=list, idle=False)
-    driver = Driver(scheduler, lambda _: None)
+    driver = Driver(scheduler, lambda _: None, Damage())
 
     def on_a_lane() -> None:
         with pytest.raises(LookupError):
@@ -282,6 +283,6 @@ def test_an_error_of_an_event_reaches_whoever_waits(waits_first: bool) -> None:
     thread.start()
     if not waits_first:
         thread.join()
-    with pytest.raises(RuntimeError, match="the scheduler has failed on another thread"):
+    with pytest.raises(pagoda.StorageError, match="LookupError: an event that contradicts itself -- Load a checkpoint"):
         driver.wait(lambda: False, lambda: None)
     thread.join()

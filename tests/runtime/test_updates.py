@@ -79,6 +79,7 @@ def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
     timer = threading.Timer(0.1, go_on.set)
     timer.start()
     updates.drop_ahead()
+    updates.wait_until_idle()
     for _ in held.slots:  # through each of them
         assert torch.equal(held.read(0, "exp_avg", 0, 9000), values)
     timer.join()

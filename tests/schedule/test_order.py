@@ -1,10 +1,13 @@
 """Which gradient makes room and which update comes next, where several could."""
 
+import sys
 from itertools import groupby
+from typing import Any
 
 from hypothesis import given, strategies as st
 
 from pagoda.plan.trace import STEP, Access, Phase, Trace
+from pagoda.schedule.experts import Chosen
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.scheduler import Scheduler
@@ -120,3 +123,68 @@ def test_a_step_that_comes_twice_is_the_trace_with_repeats_in_a_row_counted_once
                 order.access(access, recorded=True)
             order.end_step()
         assert order.trace.accesses == (*(access for access, _ in groupby(each)), STEP)
+
+
+class ChosenAnew:
+    """`Chosen` as it is defined: at each use, the units that are left."""
+
+    def __init__(self) -> None:
+        self.coming: list[int] = []
+        self.together: dict[int, list[int]] = {}
+        self.using: int | None = None
+
+    def announce(self, units: list[int]) -> None:
+        self.coming = [*dict.fromkeys(units)]
+        self.together |= dict.fromkeys(units, units)
+
+    def used(self, unit: int, backward: bool) -> bool:
+        if unit == self.using or not self.together:
+            return False
+        self.using = unit
+        if unit in self.coming:
+            self.coming = self.coming[self.coming.index(unit) + 1 :]
+        elif backward and unit in self.together:
+            chosen = self.together[unit]
+            self.coming = [*dict.fromkeys(chosen[: chosen.index(unit)][::-1])]
+            return True
+        else:
+            self.coming = []
+        return False
+
+
+@given(st.lists(st.lists(st.integers(0, 8), max_size=6) | st.tuples(st.integers(0, 8), st.booleans()), max_size=40))
+def test_coming_experts_are_those_after_the_last_use(events: list[list[int] | tuple[int, bool]]) -> None:
+    chosen, anew = Chosen(), ChosenAnew()
+    for event in events:
+        if isinstance(event, list):
+            chosen.announce(event)
+            anew.announce(event)
+        else:
+            assert chosen.used(*event) == anew.used(*event)
+        assert chosen.coming == anew.coming
+        assert [chosen.place(unit) for unit in anew.coming] == [*range(1, len(anew.coming) + 1)]
+        assert not any(chosen.place(unit) for unit in range(9) if unit not in anew.coming)
+
+
+def _lines_of_uses(experts: int) -> int:
+    """Lines of Python for each use of an expert, of so many that a router has chosen."""
+    chosen, lines = Chosen(), 0
+    chosen.announce([*range(experts)])
+
+    def count(_frame: object, what: str, _argument: object) -> Any:
+        nonlocal lines
+        lines += what == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for unit in range(experts):
+            chosen.used(unit, backward=False)
+    finally:
+        sys.settrace(before)
+    return lines // experts
+
+
+def test_a_use_of_an_expert_costs_the_same_whatever_their_number() -> None:
+    assert _lines_of_uses(512) == _lines_of_uses(64)

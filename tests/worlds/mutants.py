@@ -28,33 +28,29 @@ class Mutant:
 _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     driver: {
         "an event of the thread that has the lock is processed at once": (
-            "if self._holder != threading.get_ident():",
+            "if not (self._holder == threading.get_ident() and self._lock.locked()):",
             "if True:",
         ),
         "who waits is not told of what has changed": (
-            "            self._changed.notify_all()\n",
-            "            pass\n",
+            "            self._holder = None\n            self._changed.wake()\n",
+            "            self._holder = None\n",
         ),
         "a wait that nothing can end is not noticed": (
-            "while not until() and not self.scheduler.idle:",
-            "while not until():",
+            "wait = None if self.scheduler.idle else self._changed.add()",
+            "wait = self._changed.add()",
         ),
         "of the events that come meanwhile, one is processed": (
-            "while self._events:",
-            "if self._events:",
+            "while self._events and not self.stopped:",
+            "if self._events and not self.stopped:",
         ),
         "the last event comes first": (
             "self._events.popleft()",
             "self._events.pop()",
         ),
         "an event between its check and its wait is missed": (
-            "            with self._changed:\n"
-            "                self._check()\n"
-            "                while not until() and not self.scheduler.idle:\n",
-            "            self._check()\n"
-            "            idle = self.scheduler.idle\n"
-            "            with self._changed:\n"
-            "                while not until() and not idle:\n",
+            "                wait = None if self.scheduler.idle else self._changed.add()\n"
+            "            (wait or stuck)()\n",
+            "                idle = self.scheduler.idle\n            (stuck if idle else self._changed.add())()\n",
         ),
     },
     executor: {
@@ -193,7 +189,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "                return",
         ),
         "who waits is not woken": (
-            "            self._changed.notify_all()\n",
+            "            self._waiters.wake()\n",
             "            pass\n",
         ),
         "an error of work is lost": (
@@ -241,7 +237,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     stepper: {
         "a step does not wait until gradients have arrived": (
-            "            gradient.settle()\n",
+            "            self._accesses.turn.waiting(gradient.settle)\n",
             "            pass\n",
         ),
         "a step leaves gradients with autograd": (

@@ -83,6 +83,10 @@ class Observer:
     def start(self) -> None:
         """Before the first event."""
 
+    def begin_anew(self, _plan: SchedulePlan) -> None:
+        """All that was under way is forgotten. All states will be restored."""
+        self.start()
+
     def at_end(self) -> None:
         """After the last one."""
 
@@ -119,6 +123,11 @@ class Facts(Observer):
         """Gradients of which a part has failed to arrive, or to be read back."""
         self.kept: set[object] = set()
         """Updates that have become final before `step()` or with it."""
+
+    def begin_anew(self, _plan: SchedulePlan) -> None:
+        step, edition = self.step, self.edition
+        self.start()
+        self.step, self.edition = step, edition
 
     # --- compute ---
 

@@ -43,7 +43,7 @@ class OffloadedStorage(AbsentStorage):
         return self._offloader.bring_back(self)
 
 
-class _Pages(weakref.ref[OffloadedStorage]):
+class _OffloadedPages(weakref.ref[OffloadedStorage]):
     """A reference to an offloaded storage that knows its pages. Its callback is no function of Python, in which an
     exception of a signal's handler would be lost."""
 
@@ -71,9 +71,9 @@ class Offloader:
     _device: Device
     _saved: SavedStorages
     _meter: StepMeter
-    freed: deque[_Pages] = field(default_factory=deque)
+    freed: deque[_OffloadedPages] = field(default_factory=deque)
     """Pages that nothing needs any more. Appending is atomic, on whatever thread."""
-    _in_use: set[_Pages] = field(default_factory=set)
+    _in_use: set[_OffloadedPages] = field(default_factory=set)
     """Pages that are not free."""
     _order: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     """The offloaded storages that are still needed, in the order in which they were offloaded."""
@@ -97,7 +97,7 @@ class Offloader:
                 return None
             source = storage_of(tensor, torch.uint8)
             offloaded = OffloadedStorage(tensor._version, self, place, pieces, source.nbytes, source)
-            pages = _Pages(offloaded, self.freed.append)
+            pages = _OffloadedPages(offloaded, self.freed.append)
             pages.place, pages.pieces = place, pieces
             self._in_use.add(pages)
             storage.replace_by(offloaded)

@@ -161,6 +161,8 @@ class Packing:
     """Inputs of that block, until its forward has ended."""
     graph: Graph = field(default_factory=Graph)
     """The graph of the model's latest forward."""
+    block: "threading.Lock | None" = None
+    """Of the last block of `gathered` with which packing began. Held inside it."""
     _of_thread: threading.local = field(default_factory=threading.local)
     _placeholders: dict[int, str] = field(default_factory=dict)
     _buffers: frozenset[int] = frozenset()
@@ -215,8 +217,10 @@ class Packing:
         return True
 
     @property
-    def is_entered(self) -> bool:
-        """Whether hooks of this object are the innermost ones, or count as entered, in this thread."""
+    def is_left_over(self) -> bool:
+        """Whether packing is active in this thread. Ask it outside forwards: then only `block` is a reason."""
+        if self.block is not None and self.block.locked():
+            return False
         top = _top()
         return bool(self._entered) or (top is not None and self._is_mine(top))
 
