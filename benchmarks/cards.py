@@ -62,7 +62,7 @@ def planned(case: Case) -> dict[str, Any]:
     plan = json.loads(printed.getvalue())
     if code:
         raise SystemExit(f"pagoda plan {case.flags}: {plan['refusal']}")
-    keys = ("params", "tokens_per_step", "step_s", "tokens_per_s", "binding_lane", "ssd_bytes_written_per_step")
+    keys = ("params", "tokens_per_step", "step_s", "tokens_per_s", "ssd_bytes_written_per_step")
     tiers = {f"{tier}_bytes": sum(plan["bytes"].get(tier, {}).values()) for tier in _TIERS}
     return {**asdict(case), "command": f"pagoda plan {case.flags}", **{key: plan[key] for key in keys}, **tiers}
 
