@@ -27,7 +27,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "BeftConfig": {"target_modules": ["q_proj"]},
     "BOFTConfig": {"boft_block_size": 8},
     "C3AConfig": {"block_size": 8},
-    "CPTConfig": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3], "task_type": "CAUSAL_LM"},
+    "CPTConfig": {
+        "cpt_token_ids": [1, 2, 3],
+        "cpt_mask": [1, 1, 1],
+        "cpt_tokens_type_mask": [1, 2, 3],
+        "task_type": "CAUSAL_LM",
+    },
     "CartridgeConfig": PROMPT,
     "FourierFTConfig": {"n_frequency": 20},
     "IA3Config": {"feedforward_modules": ["down_proj"]},
