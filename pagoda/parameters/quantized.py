@@ -65,7 +65,11 @@ def is_quantized(param: torch.Tensor) -> bool:
 
 
 def keep_packing(model: nn.Module) -> None:
-    """Prevent layers from repacking their weights. Raises ConfigError if one has done so already."""
+    """Prevent layers from repacking their weights. Raises ConfigError if one has done so already.
+
+    Weights no longer refer to their layers, which they do only to be packed: Python's garbage collector would not see
+    that a dropped model refers to itself.
+    """
     for name, module in model.named_modules():
         if not hasattr(module, _REPACKS):
             continue
@@ -76,6 +80,7 @@ def keep_packing(model: nn.Module) -> None:
                 "unpacks them, before wrap."
             )
         setattr(module, _REPACKS, False)
+        module.weight.__dict__["module"] = None
 
 
 @dataclass(frozen=True)

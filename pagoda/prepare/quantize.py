@@ -58,7 +58,7 @@ def quantize_layers(model: nn.Module, bits: str, dtype: torch.dtype, device: tor
         if bits == "4bit":
             settings = {"bias": False, "compute_dtype": dtype, "device": "meta"}
             weight, made = made.weight, package_of(bits).nn.Linear4bit(inputs, outputs, **settings)
-            weight.module, made.weight, made.quant_state = made, weight, weight.quant_state
+            made.weight, made.quant_state = weight, weight.quant_state
         made.bias = None if module.bias is None else module.bias.requires_grad_(False)
         model.set_submodule(name, made)
     return sum(module.weight.numel() for module in layers.values())
