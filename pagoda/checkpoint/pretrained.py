@@ -17,7 +17,7 @@ from pagoda.checkpoint.tensors import TensorFile, chunks
 from pagoda.checkpoint.waiting import WaitingTensor, set_source
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import read_regular
-from pagoda.models.gguf import gguf_in
+from pagoda.models.gguf import SUFFIX, gguf_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
@@ -65,6 +65,8 @@ def weight_files(directory: Path) -> list[Path]:
         if outside or not files:
             raise ConfigError(f"{index} names {outside[0] if outside else 'no file'}; files must be in its directory")
         return files
+    if found := sorted(path.name for path in directory.glob(f"*{SUFFIX}")):
+        raise ConfigError(f"{directory} has a config.json, and its weights in {found[0]}: name that file itself")
     others = [name for name in _OTHER_FORMATS if (directory / name).exists()]
     if others:
         raise ConfigError(

@@ -4,6 +4,7 @@ bitsandbytes packs two weights of 4 bits into each uint8. torchao has tensor cla
 uses, the bytes are stored as elements of the weights' dtype. Nothing computes with them, so every bit is kept.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -23,6 +24,39 @@ _REPACKS = "support_avx512bf16_for_cpu"
 """Attribute of layers that repack their weights in place in their first evaluation on a CPU with bf16 kernels."""
 
 
+_PACKING = "_pagoda_packing"
+"""Attribute of a parameter that waits to be packed: the function that returns it packed."""
+
+
+def waiting_to_be_packed(blank: Any, make: Callable[[], Any]) -> nn.Parameter:
+    """A quantized parameter without values, on the CPU without memory or of a tensor class on meta. `packed` calls
+    `make` for the values."""
+    if hasattr(blank, "__tensor_flatten__"):
+        names, context = blank.__tensor_flatten__()
+        inner = {name: without_memory(of.shape, of.dtype) for name in names if (of := getattr(blank, name)) is not None}
+        shown = type(blank).__tensor_unflatten__(inner, context, blank.shape, blank.stride())
+        blank = nn.Parameter(shown, requires_grad=False)
+    setattr(blank, _PACKING, make)
+    return blank  # type: ignore[no-any-return]
+
+
+def without_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one element that is expanded to a shape."""
+    return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+def packed(param: Any) -> Any:
+    """A parameter with its values: itself, or what it waited for. How bitsandbytes has packed it is then known where
+    the parameter is used."""
+    make = param.__dict__.pop(_PACKING, None)
+    if make is None:
+        return param
+    made = make()
+    if (state := getattr(param, "quant_state", None)) is not None:
+        vars(state).update(vars(made.quant_state))
+    return made
+
+
 def is_quantized(param: torch.Tensor) -> bool:
     """Whether pages hold a parameter as bytes."""
     if param.requires_grad or param.numel() == 0 or as_dtensor(param) is not None:
@@ -31,7 +65,11 @@ def is_quantized(param: torch.Tensor) -> bool:
 
 
 def keep_packing(model: nn.Module) -> None:
-    """Prevent layers from repacking their weights. Raises ConfigError if one has done so already."""
+    """Prevent layers from repacking their weights. Raises ConfigError if one has done so already.
+
+    Weights no longer refer to their layers, which they do only to be packed: Python's garbage collector would not see
+    that a dropped model refers to itself.
+    """
     for name, module in model.named_modules():
         if not hasattr(module, _REPACKS):
             continue
@@ -42,6 +80,7 @@ def keep_packing(model: nn.Module) -> None:
                 "unpacks them, before wrap."
             )
         setattr(module, _REPACKS, False)
+        module.weight.__dict__["module"] = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from pagoda.engine import Engine
 from pagoda.errors import ConfigError
 from pagoda.mesh.dtensors import as_dtensor, local, shard_of
 from pagoda.optim.param_groups import made_anew
-from pagoda.parameters.quantized import QuantizedForm
+from pagoda.parameters.quantized import QuantizedForm, packed
 from pagoda.parameters.unit import LiveUnit, successor
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.prepare.experts import RoutedExperts
@@ -332,7 +332,7 @@ class Builder:
         if source is not None and as_dtensor(whole) is None:
             mine = source.values.read(first, count)
         else:
-            values = whole if source is None else source.values.whole()
+            values = packed(whole) if source is None else source.values.whole()
             mine = unit.stored(slot, values).detach().reshape(-1)[first : first + count].cpu()
         if source is not None and not source.of_rank:
             return mine

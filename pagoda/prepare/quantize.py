@@ -4,18 +4,22 @@ Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (NeurIP
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from pagoda.checkpoint.dequantize import ABSMAX, params_in_4_bits
+from pagoda.checkpoint.sources import ValueSource
 from pagoda.checkpoint.waiting import source_of
 from pagoda.config.run import PACKAGES, needs_package
 from pagoda.errors import ConfigError, needed
 from pagoda.models.lora import ALL_LINEAR
-from pagoda.parameters.quantized import ALIGN_BYTES
+from pagoda.parameters.quantized import ALIGN_BYTES, waiting_to_be_packed, without_memory
 from pagoda.prepare.experts import (
     ExpertStack,
     QuantizedExperts,
@@ -24,6 +28,9 @@ from pagoda.prepare.experts import (
     is_expert_stack,
 )
 
+Form = tuple[torch.dtype, torch.device]
+"""The dtype and the device of layers that compute with quantized weights."""
+_NF4 = {"quant_type": "nf4", "compress_statistics": True}
 _BIAS_DIM = 2
 """Dimensions of the biases of a stack of experts, one row for each expert."""
 
@@ -36,21 +43,21 @@ def package_of(bits: str) -> Any:
 def quantize_layers(model: nn.Module, bits: str, dtype: torch.dtype, device: torch.device) -> int:
     """Replace the linear layers of a transformers model by frozen ones that compute in `dtype` on `device`. Their
     weights are in 4 bits (NF4 of bitsandbytes, with quantized scales) or in 8 bits (integers of torchao). Weights that
-    wait are read layer by layer. Layers that bitsandbytes has in 4 bits in their files stay as they are.
+    wait go on waiting: `wrap` reads and packs one layer at a time, straight into its tier. Layers that bitsandbytes has
+    in 4 bits in their files stay as they are.
 
     Call it before peft adds adapters, whose classes depend on the layers'. Returns the number of weights that were
     quantized. Raises ConfigError if there are none.
     """
-    package, make = package_of(bits), {"4bit": _in_4_bits, "8bit": _in_8_bits}[bits]
-    layers = linear_layers(model)
+    layers, form = linear_layers(model), (dtype, device)
     for name, module in layers.items():
-        source = source_of(module.weight)
-        packed = None if source is None or bits != "4bit" else source.values.packed
-        if packed is not None and ABSMAX in packed:
-            stored = params_in_4_bits({end: tensor.whole() for end, tensor in packed.items()})
-            made = _layer_in_4_bits(package, stored, dtype, device)
-        else:
-            made = make(package, _values(module, dtype), device)
+        outputs, inputs = module.weight.shape if type(module) is nn.Linear else reversed(module.weight.shape)
+        made: Any = nn.Linear(inputs, outputs, bias=False, device="meta")
+        made.weight = _packed(bits, source_of(module.weight), partial(_values, module), (outputs, inputs), form)
+        if bits == "4bit":
+            settings = {"bias": False, "compute_dtype": dtype, "device": "meta"}
+            weight, made = made.weight, package_of(bits).nn.Linear4bit(inputs, outputs, **settings)
+            made.weight, made.quant_state = weight, weight.quant_state
         made.bias = None if module.bias is None else module.bias.requires_grad_(False)
         model.set_submodule(name, made)
     return sum(module.weight.numel() for module in layers.values())
@@ -65,7 +72,7 @@ def quantize_experts(model: nn.Module, bits: str, dtype: torch.dtype, device: to
     count, made = 0, set()
     for name, stack in [(name, module) for name, module in model.named_modules() if is_expert_stack(module)]:
         count += sum(param.numel() for param in stack.parameters() if param.dim() > _BIAS_DIM)
-        parts = [_expert(stack, number, bits, dtype, device) for number in range(experts_of_stack(stack))]
+        parts = [_expert(stack, number, bits, (dtype, device)) for number in range(experts_of_stack(stack))]
         experts = QuantizedExperts(stack, parts, dtype).train(stack.training)
         model.set_submodule(name, experts)
         made.add(experts)
@@ -75,20 +82,28 @@ def quantize_experts(model: nn.Module, bits: str, dtype: torch.dtype, device: to
     return count
 
 
-def _expert(stack: nn.Module, number: int, bits: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _expert(stack: nn.Module, number: int, bits: str, form: Form) -> dict[str, Any]:
     """The parameters of one expert of a stack: its matrices quantized, each by itself, and its biases as they are."""
     made: dict[str, Any] = {}
     for name, param in stack.named_parameters():
         source = source_of(param)
-        values = param.detach()[number : number + 1] if source is None else source.values.narrow(0, number, 1).whole()
+        part = None if source is None else replace(source, values=source.values.narrow(0, number, 1))
+        read = partial(_part, param.detach(), number) if part is None else part.values.whole
         if param.dim() <= _BIAS_DIM:
-            made[name] = nn.Parameter(values.clone(), requires_grad=False)
+            made[name] = nn.Parameter(read().clone(), requires_grad=False)
         elif bits == "4bit":
-            made[name] = _packed_in_4_bits(package_of(bits), values.to(dtype))
-            made[name].quant_state.to(device)
+            made[name] = _packed(bits, part, read, (1, *param.shape[1:]), form)
         else:
-            made[name] = _in_8_bits(package_of(bits), values[0].to(dtype), device).weight
+            made[name] = _packed(bits, part, partial(_first_of, read), param.shape[1:], form)
     return made
+
+
+def _part(stack: torch.Tensor, number: int) -> torch.Tensor:
+    return stack[number : number + 1]
+
+
+def _first_of(read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return read()[0]
 
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
@@ -136,35 +151,55 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Conv1D)
 
 
-def _values(module: Any, dtype: torch.dtype) -> torch.Tensor:
+def _values(module: Any) -> torch.Tensor:
     """The weights of a linear layer, [outputs, inputs]. They are not in memory afterwards if they were not before."""
     source = source_of(module.weight)
     values = module.weight.detach() if source is None else source.values.whole()
-    return (values if type(module) is nn.Linear else values.T.contiguous()).to(dtype)
+    return values if type(module) is nn.Linear else values.T.contiguous()
 
 
-def _in_4_bits(bitsandbytes: Any, values: torch.Tensor, device: torch.device) -> Any:
-    return _layer_in_4_bits(bitsandbytes, _packed_in_4_bits(bitsandbytes, values), values.dtype, device)
+def _packed(
+    bits: str, source: ValueSource | None, read: Callable[[], torch.Tensor], shape: Sequence[int], form: Form
+) -> Any:
+    """A parameter with packed weights of a shape, whose values `read` returns. If they wait, it waits too, without
+    memory, until `wrap` packs them."""
+    dtype, device = form
+    pack = _in_4_bits if bits == "4bit" else _in_8_bits
+    stored = None if source is None or bits != "4bit" else source.values.packed
+
+    def make() -> Any:
+        if stored is None or ABSMAX not in stored:
+            made = pack(read().to(dtype))
+        else:
+            made = params_in_4_bits({end: tensor.whole() for end, tensor in stored.items()})
+        if bits == "4bit":  # the scales are in no page, so nothing else moves them
+            made.quant_state.to(device)
+        return made
+
+    if source is None:
+        return make()
+    return waiting_to_be_packed(
+        _blank_in_4_bits(shape) if bits == "4bit" else pack(torch.empty(*shape, dtype=dtype, device="meta")), make
+    )
 
 
-def _packed_in_4_bits(bitsandbytes: Any, values: torch.Tensor) -> Any:
-    form = {"quant_type": "nf4", "compress_statistics": True}
-    weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, **form)
+def _in_4_bits(values: torch.Tensor) -> Any:
+    weight = package_of("4bit").nn.Params4bit(values, requires_grad=False, **_NF4)
     return weight.to(values.device)  # packs it
 
 
-def _layer_in_4_bits(bitsandbytes: Any, weight: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A linear layer, without a bias, with packed weights."""
-    outputs, inputs = weight.quant_state.shape
-    made = bitsandbytes.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=dtype, device="meta")
-    weight.module, made.weight, made.quant_state = made, weight, weight.quant_state
-    made.quant_state.to(device)  # the scales are in no page, so nothing else moves them
-    return made
+def _blank_in_4_bits(shape: Sequence[int]) -> Any:
+    """Packed weights without values. Their state is empty, and is filled when they are packed."""
+    bitsandbytes = package_of("4bit")
+    state = object.__new__(bitsandbytes.functional.QuantState)
+    data = without_memory((-(-prod(shape) // 2), 1), torch.uint8)
+    return bitsandbytes.nn.Params4bit(data, requires_grad=False, quant_state=state, bnb_quantized=True, **_NF4)
 
 
-def _in_8_bits(torchao: Any, values: torch.Tensor, _: torch.device) -> Any:
+def _in_8_bits(values: torch.Tensor) -> Any:
+    torchao = package_of("8bit")
     outputs, inputs = values.shape
     made = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta"))
     made[0].weight = nn.Parameter(values, requires_grad=False)
     torchao.quantization.quantize_(made, torchao.quantization.Int8WeightOnlyConfig())
-    return made[0]
+    return made[0]._parameters.pop("weight")  # torchao's layer refers to itself, so it is freed late

@@ -12,6 +12,7 @@ from zoo import RESIDENT, assert_equal
 
 import pagoda
 from pagoda.checkpoint.gguf import gguf_tensors
+from pagoda.checkpoint.pretrained import weight_files
 from pagoda.cli.main import main
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.models.build import model_directory
@@ -158,6 +159,9 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "e.gguf").write_bytes(good)
     with pytest.raises(ConfigError, match=r"has 2 GGUF files, a\.gguf and others: name one"):
         model_directory(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"its weights in a\.gguf: name that file"):  # and not random ones
+        weight_files(tmp_path)
     (tmp_path / "e.gguf").write_bytes(good[: -len(good) // 4])
     with pytest.raises((ConfigError, CheckpointError), match=r"e\.gguf"):
         pagoda.wrap(pagoda.load(tmp_path / "e.gguf"), pagoda.AdamW(), memory=RESIDENT)

@@ -294,6 +294,42 @@ def test_a_module_of_ones_own_trains_and_is_saved(paged: Make, tmp_path: Path) -
     assert (tmp_path / "paged" / "checkpoint-2" / "model.safetensors").is_file()
 
 
+class Remembering(torch.nn.Module):
+    """It keeps what it has seen in a buffer, and takes the saved size when it is loaded if it `takes` that."""
+
+    def __init__(self, takes: bool = True) -> None:
+        super().__init__()
+        self.layer, self.takes = torch.nn.Linear(4, 1), takes
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen = torch.cat([self.seen, x.detach()[:, 0]])
+        return {"loss": (self.layer(x).squeeze(-1) * self.seen.mean() - labels).square().mean()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.takes:
+            self.seen = torch.zeros_like(state_dict["seen"])
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def test_a_run_whose_buffer_grows_resumes_as_the_stock_trainers(paged: Make, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 2}
+
+    def given(**own: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        data = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(8)]
+        return {"given": {"model": Remembering(**own), "train_dataset": data}, **settings}
+
+    whole, resumed, fixed = paged(**given()), paged(**given()), paged(**given(takes=False))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "paged" / "checkpoint-2"))
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert torch.equal(resumed.model.seen, whole.model.seen)
+    with pytest.raises(pagoda.CheckpointError, match=r"size mismatch for seen") as refused:
+        fixed.train(resume_from_checkpoint=str(tmp_path / "paged" / "checkpoint-2"))
+    assert "nother trainer" not in str(refused.value)
+
+
 def test_seq2seq_trains_resumes_and_generates_as_the_stock_trainer(paged: Make, tmp_path: Path) -> None:
     shape = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 

@@ -3,6 +3,8 @@
 bitsandbytes has 4 bits, torchao 8; each is tested where it is installed. A layer of the test's own needs neither.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,19 @@ def test_an_evaluated_model_of_bitsandbytes_says_how_to_unpack() -> None:
     layer.quant_state.packing_format_for_cpu = True
     with pytest.raises(pagoda.ConfigError, match="state_dict"):
         pagoda.wrap(plain, pagoda.AdamW(), precision="fp32")
+
+
+def test_a_model_in_4_bits_that_is_dropped_without_close_is_freed() -> None:
+    """bitsandbytes' weights refer to their layers."""
+
+    def trained() -> weakref.ref[nn.Module]:
+        model, optimizer = pagoda.wrap(adapted(four_bits), RULE, memory=pagoda.Memory(host="4MiB"), precision="fp32")
+        losses_of(lambda _: outcome(model), optimizer)
+        return weakref.ref(model)
+
+    dropped = trained()
+    gc.collect()
+    assert dropped() is None
 
 
 def test_dora_over_quantized_weights_has_the_bits_of_torch(tmp_path: Path) -> None:

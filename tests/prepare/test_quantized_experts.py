@@ -1,6 +1,8 @@
-"""Frozen experts in 4 and 8 bits, each fetched alone: the bits of the same experts in memory."""
+"""Frozen experts in 4 and 8 bits, each fetched alone: the bits of the same experts in memory. What is in files is
+packed straight into pages."""
 
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import pagoda
 from pagoda.plan.units import UnitSpec
+from pagoda.prepare import construct, quantize
 from pagoda.prepare.quantize import PACKAGES, quantize_experts, quantize_layers, targets_of
 
 SIZES: dict[str, Any] = {
@@ -34,12 +37,12 @@ OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 IDS = torch.randint(128, (3, 2, 24), generator=torch.Generator().manual_seed(2))
 
 
-def quantized(bits: str, name: str = "qwen3", *, experts: bool = True) -> Any:
+def quantized(bits: str, name: str = "qwen3", *, experts: bool = True, model: Any = None) -> Any:
     """A model of quantized layers, and of quantized `experts`, with adapters of both whose initial values change
     outputs."""
     pytest.importorskip(PACKAGES[bits])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32) if model is None else model
     quantize_layers(model, bits, torch.float32, torch.device("cpu"))
     torch.manual_seed(1)
     lora = peft.LoraConfig(r=4, target_modules=[*TARGETS], target_parameters=[*OF_EXPERTS])
@@ -146,3 +149,43 @@ def test_all_linear_means_the_layers_outside_experts() -> None:
     assert targets_of(model, (*TARGETS, *OF_EXPERTS)) == (*TARGETS, *OF_EXPERTS)
     every = targets_of(model, ("all-linear",))
     assert {name.rpartition(".")[2] for name in every} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize("bits", PACKAGES)
+def test_weights_in_files_are_packed_one_at_a_time_straight_into_their_tier(
+    bits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a base that exceeds RAM is quantized onto an SSD. It trains with the bits of one that was packed in RAM."""
+    pytest.importorskip(PACKAGES[bits])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["qwen3"], dtype=torch.float32).save_pretrained(tmp_path / "base")
+    model, optimizer = wrapped(quantized(bits), host="64MiB")
+    expected = trained(model, optimizer)
+    optimizer.close()
+
+    live, peak, packings = 0, 0, 0
+    pack = {"4bit": quantize._in_4_bits, "8bit": quantize._in_8_bits}[bits]
+
+    def counting(values: torch.Tensor) -> Any:
+        nonlocal live, peak, packings
+
+        def freed() -> None:
+            nonlocal live
+            live -= 1
+
+        weight = pack(values)
+        if not values.is_meta:
+            live, packings = live + 1, packings + 1
+            peak = max(peak, live)
+            weakref.finalize(weight, freed)
+        return weight
+
+    monkeypatch.setattr(quantize, pack.__name__, counting)
+    monkeypatch.setattr(construct, "_LARGE_ELEMENTS", 0)  # these experts are small
+    model = quantized(bits, model=pagoda.load(tmp_path / "base").train())
+    assert packings == 0, "nothing is packed before wrap"
+    model, optimizer = wrapped(model, host="400KiB", device="cpu:300KiB", ssd=f"{tmp_path}:64MiB", page_size=4096)
+    assert (packings, peak) == (SIZES["num_hidden_layers"] * (4 + 2 * EXPERTS), 1)
+    assert trained(model, optimizer)[0] == expected[0]
+    assert optimizer.stats.bytes_moved["ssd_read"] > 0
+    optimizer.close()
