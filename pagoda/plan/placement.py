@@ -24,7 +24,7 @@ MEANING: Mapping[str, str] = {
     WEIGHT_BACK: "the weights that asynchronous updates write",
     GRAD_QUEUE: "gradients that wait for their asynchronous update",
     SPARE: "pages for new values while checkpoints keep the old ones",
-    UNDO: "a second version of states that are updated before it is known whether gradients are clipped",
+    UNDO: "a second version of states that are updated before it is known whether gradients are clipped or dropped",
     LEASES: "weights while forward and backward use them",
     UPDATE_RING: "blocks of state that pass through the device for their update",
     STAGING: "gradients on their way to an update or to SSD",

@@ -64,6 +64,7 @@ def _check_run(config: TrainConfig, again: bool) -> None:
         if not (config.resume or again):
             run.check_free()
         elif config.checkpoint != LAST and not again:
+            run.started_config()
             run.named(config.checkpoint)
     if config.trace is not None:
         parent, created = config.trace.absolute().parent, config.out and config.out.absolute()

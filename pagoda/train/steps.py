@@ -220,7 +220,7 @@ class Steps:
         with self._warning_of(self._run_dir.plan):
             plan = plan_of(self._session.model)
             endurance = endurance_of(self._config.memory.ssd_directories, self._mesh.everyone.nodes)
-            record = {**plan_record(plan), "reasons": [*plan.reasons, *self._chosen.reasons]}
+            record = {**plan_record(plan), "reasons": [*self._chosen.reasons, *plan.reasons]}
             record |= {"timeline": self._chosen.predicted, "not_predicted": self._chosen.not_predicted}
             record |= {"machine": machine_record(), "endurance": endurance and asdict(endurance)}
             write_durably(self._run_dir.plan, as_lines(record).encode())

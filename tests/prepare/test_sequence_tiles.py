@@ -1,6 +1,8 @@
 """Sequence tiles: a layer keeps one piece of its MLP at a time, and computes what it computes whole."""
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import pagoda
 from pagoda.errors import ConfigError
+from pagoda.plan.tiles import TILE_TOKENS
 
 TOKENS = 48
 
@@ -142,3 +145,59 @@ def test_what_may_mix_tokens_is_refused_by_name(name: str, wrap: Wrap) -> None:
 def test_names_of_classes_without_tiles_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs sequence_tiles"):
         pagoda.Tiles(per_token=("FeedForward",))
+
+
+WINDOW = 128
+
+
+class Windowed(nn.Module):
+    """A layer of a decoder whose tokens attend to the last `WINDOW` tokens.
+
+    It attends block by block, so no mask of tokens times tokens is needed. Windows of transformers on a CPU need one,
+    4 GiB for 64K tokens, and are not tested here at that length.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+        self.inner = FeedForward()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).view(-1, WINDOW, 3, 16).unbind(2)
+        key, value = (torch.cat([torch.cat([of[:1], of[:-1]]), of], 1) for of in (key, value))
+        at, of = torch.arange(WINDOW)[:, None], torch.arange(2 * WINDOW)
+        seen = ((of > at) & (of <= at + WINDOW)).expand(len(query), -1, -1).clone()
+        seen[0, :, :WINDOW] = False
+        x = x + nn.functional.scaled_dot_product_attention(query, key, value, seen).view_as(x)
+        out: torch.Tensor = x + self.inner(x)
+        return out
+
+
+def test_64k_tokens_train_with_windows_and_tiles_as_in_plain_pytorch(tmp_path: Path) -> None:
+    """With activations on SSD. A forward has the same bits, and gradients differ by rounding."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Windowed(), Windowed())
+    model = copy.deepcopy(plain)
+    pieces: list[int] = []
+    model[1].inner.up.register_forward_hook(lambda _, args, __: pieces.append(args[0].shape[1]))
+    model, optimizer = pagoda.wrap(
+        model,
+        pagoda.AdamW(lr=1e-2),
+        precision="fp32",
+        memory=pagoda.Memory(host="4MiB", ssd=str(tmp_path)),
+        activations="recompute+offload",
+        tiles=pagoda.Tiles(sequence_tiles="auto", per_token=("FeedForward",)),
+    )
+    usual = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    x = torch.randn(1, 1 << 16, 16)
+    losses = [[(one(x) - x.roll(1, 1)).square().mean() for one in (plain, model)]]
+    for loss, steps in zip(losses[0], (usual, optimizer), strict=True):
+        loss.backward()
+        steps.step()
+    with torch.no_grad():
+        losses.append([(one(x) - x.roll(1, 1)).square().mean() for one in (plain, model)])
+    assert optimizer.stats.activation_bytes.ssd >= x.nbytes, "inputs of layers went to SSD"
+    optimizer.close()
+    assert losses[0][0].item() == losses[0][1].item()
+    assert losses[1][1].item() == pytest.approx(losses[1][0].item(), rel=1e-5)
+    assert max(pieces) <= TILE_TOKENS < x.shape[1]
