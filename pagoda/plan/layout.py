@@ -105,8 +105,7 @@ class Layout:
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes of weights, that of most parameters first."""
-        others = (dtype for dtype in self._states_in if dtype is not None)
-        return tuple(dict.fromkeys((self.weight.dtype, *sorted(others, key=str))))
+        return tuple(dtype or self.weight.dtype for dtype in sorted(self._states_in, key=str))
 
     @property
     def forms(self) -> list[tuple[torch.dtype, torch.dtype]]:
@@ -115,12 +114,7 @@ class Layout:
 
     def widest(self, state: str) -> int:
         """Most bytes per element of a state of any unit, for buffers that units share."""
-        return max(self.itemsize(unit, state) for unit in self._of_each_dtype)
-
-    @cached_property
-    def _of_each_dtype(self) -> tuple[UnitSpec, ...]:
-        """A unit of each dtype."""
-        return tuple({unit.dtype: unit for unit in self.units}.values())
+        return max(known[state].itemsize for known in self._dtypes.values() if state in known)
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
@@ -416,9 +410,9 @@ class Layout:
         parameters, the elements of the largest one."""
         if self.weight.whole is not None:
             return max(1, self._widest_cut)
-        streamed = {WEIGHT, *(state.name for state in self.moments)}
-        least = min(s.dtype.itemsize for states in self._states_in.values() for s in states if s.name in streamed)
-        per_page = self.page_bytes // least
+        streamed = (WEIGHT, *(state.name for state in self.moments))
+        sizes = (known[name].itemsize for known in self._dtypes.values() for name in streamed if name in known)
+        per_page = self.page_bytes // min(sizes)
         # So that the ring holds at most one unit.
         quarter = max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
         return -(-min(self.block_limit, quarter + 1) // per_page) * per_page

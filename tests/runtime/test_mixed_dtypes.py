@@ -27,10 +27,12 @@ from zoo import (
     ARENA,
     ARENA_ALL_ON_SSD,
     HOST_WEIGHTS,
+    PAGE,
     RESIDENT,
     VOCABULARY,
     MixedDtypes,
     Outcome,
+    llama,
     loss_of,
     run,
     squeeze,
@@ -235,3 +237,31 @@ def test_a_model_of_transformers_keeps_in_fp32_what_it_does_from_pretrained(tmp_
     steps(model, optimizer, ours)
     steps(again, other, theirs)
     assert ours.losses == theirs.losses
+
+
+def test_adapters_in_fp32_over_a_base_in_bf16_train_as_in_plain_peft(tmp_path: Path) -> None:
+    """And an export merges them into the base's dtype."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model: nn.Module = peft.get_peft_model(llama(2).bfloat16(), lora)
+        return model.train()
+
+    plain, expected, found = adapted(), Outcome(), Outcome()
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    assert {param.dtype for param in trained} == {torch.float32}
+    steps(plain, InMemory(trained, RULES["adamw"]), expected, passes=2)
+    model, optimizer = pagoda.wrap(
+        adapted(), RULES["adamw"], memory=pagoda.Memory(host="1MiB", ssd=tmp_path, page_size=PAGE, unit_limit="64KiB")
+    )
+    plan = pagoda.plan_of(model)
+    assert all(unit.trainable_numel in (0, unit.numel) for unit in plan.units)
+    assert plan.layout.bytes_per_parameter["weight"] == 4
+    steps(model, optimizer, found, passes=2)
+    assert found.losses == expected.losses
+    export(model, tmp_path / "merged", merge=True)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
