@@ -296,8 +296,10 @@ class Layout:
     @cached_property
     def bytes_per_parameter(self) -> Mapping[str, float]:
         """State -> bytes per trained parameter, without padding."""
-        of_dtype = self.trained_of_dtype
-        trained = max(1, sum(of_dtype.values()))
+        of_dtype: Counter[torch.dtype | None] = Counter()
+        for unit in self.units:
+            of_dtype[unit.dtype] += sum(slot.param.numel for slot in unit.slots if slot.param.trainable)
+        trained = max(1, of_dtype.total())
         total = dict.fromkeys((state.name for state in self.states), 0.0)
         for dtype, numel in of_dtype.items():
             for state in self._states_in[dtype]:
@@ -306,14 +308,6 @@ class Layout:
             if state.shape_of is not None:
                 total[state.name] = self._packed[state.name].total * state.dtype.itemsize
         return {name: nbytes / trained for name, nbytes in total.items()}
-
-    @cached_property
-    def trained_of_dtype(self) -> Mapping[torch.dtype | None, int]:
-        """Dtype of a unit -> trained parameters of such units."""
-        found: Counter[torch.dtype | None] = Counter()
-        for unit in self.units:
-            found[unit.dtype] += sum(slot.param.numel for slot in unit.slots if slot.param.trainable)
-        return found
 
     def bytes_per_update(self, unit: UnitSpec) -> float:
         """Bytes of RAM that the update of one parameter reads and writes: every state twice, and the gradient once."""
