@@ -203,8 +203,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "plan/layout.py": {
         "what updates read and write counts states once": (
-            "return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
-            "return sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
+            "return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(unit, GRAD)",
+            "return sum(self.bytes_per_parameter.values()) + self.itemsize(unit, GRAD)",
             "plan simulate",
         ),
     },

@@ -76,9 +76,9 @@ class InMemory:
         self.rule, self.stats = rule, SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
         self.states: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
         for param in dict.fromkeys(params):
-            states = {state.name: torch.zeros_like(param.data) for state in rule.own_states()}
-            if is_split:
-                param.data, states["weight_low"] = split(param.data.clone())
+            states = {state.name: torch.zeros_like(param.data, dtype=state.dtype) for state in rule.own_states()}
+            if is_split or param.dtype is torch.bfloat16:
+                param.data, states["weight_low"] = split(param.data.float().clone())
             self.states[param] = {"weight": param.data, **states}
         self.steps = dict.fromkeys(self.states, 0)
 

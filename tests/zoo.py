@@ -109,6 +109,41 @@ class Plain(Checkpointed):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
 
 
+class _MixedLayer(nn.Module):
+    """A norm and a state-space model's `A_log` in fp32 around matrices in bf16, and a router in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, 2)
+        self.log = nn.Parameter(torch.rand(width))
+        self.up, self.down = nn.Linear(width, 2 * width).bfloat16(), nn.Linear(2 * width, width).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.norm(x.float())
+        share = self.router(wide).softmax(-1)[..., :1]
+        inner = self.down(torch.tanh(self.up((wide * torch.exp(-self.log)).bfloat16())))
+        return x + (share * inner.float()).to(x.dtype)
+
+
+class MixedDtypes(Checkpointed):
+    """Layers that are used twice, between a tied embedding in bf16 and a scale in fp32 that the model holds itself."""
+
+    def __init__(self, width: int = 96, layers: int = 3) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.embed = nn.Embedding(VOCABULARY, width).bfloat16()
+        nn.init.normal_(self.embed.weight, std=width**-0.5)
+        self.layers = nn.ModuleList(_MixedLayer(width) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False).bfloat16()
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = (self.embed(input_ids) * self.scale).bfloat16()
+        for layer in (*self.layers, self.layers[0]):
+            x = self.through(layer, x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -175,6 +210,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "qwen3": qwen3,
     "t5": t5,
     "conv": ConvNet,
+    "mixed": MixedDtypes,
 }
 
 
@@ -203,9 +239,9 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def precision_of(numbers: str) -> pagoda.MixedPrecision:
-    """That of weights and, with "+", that of gradients, as in "bf16+fp32"."""
+    """That of weights and, with "+", that of gradients, as in "bf16+fp32". "own": those of the model."""
     weights, _, gradients = numbers.partition("+")
-    return pagoda.MixedPrecision(weights, gradients or None)
+    return pagoda.MixedPrecision(None if weights == "own" else weights, gradients or None)
 
 
 @dataclass(frozen=True)
@@ -362,7 +398,7 @@ def squeeze(
     placement: str,
     directory: Path,
     *,
-    precision: Precision = "bf16",
+    precision: Precision | None = "bf16",
     announced: int | None = None,
     clipping: bool = True,
     max_staleness: int | None = None,
@@ -374,13 +410,15 @@ def squeeze(
     """The smallest budgets under which a model trains in a placement.
 
     HOST_WEIGHTS keeps weights and gradients in RAM and every moment on SSD; ALL_ON_SSD has in RAM what streams
-    through it; ARENA computes in the smallest memory of its own.
+    through it; ARENA computes in the smallest memory of its own. Without a precision, each parameter keeps its dtype.
     """
     options = Options(
         PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness, activations=activations
     )
     experts = Tiling(model, cuts_stacks=not isinstance(rule, TensorRule))
-    root, states = describe(model), (rule or AdamW(moments=moments)).states(precision)
+    own = (lambda param: param.dtype) if precision is None else None
+    states = (rule or AdamW(moments=moments)).states(precision or "bf16")
+    root = describe(model, None, states[0].dtype, own)
     experts.undo()
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None

@@ -13,8 +13,9 @@ from paper_tables.experiments import TEN_CACHE_SHAPES
 
 def sizes_of(layout: Layout) -> list[int]:
     """Bytes of each tensor of a model's states and gradients."""
-    itemsizes = [layout.itemsize(state) for state in (*(state.name for state in layout.states), GRAD)]
-    return [slot.param.numel * size for unit in layout.units for slot in unit.slots for size in itemsizes]
+    states = (*(state.name for state in layout.states), GRAD)
+    sizes = [(unit, layout.itemsize(unit, state)) for unit in layout.units for state in states]
+    return [slot.param.numel * size for unit, size in sizes for slot in unit.slots]
 
 
 def wasted_by_powers_of_two(sizes: list[int]) -> int:

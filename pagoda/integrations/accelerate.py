@@ -54,7 +54,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
     The optimizer is from torch, or of any other class that steps each parameter separately. It must not have any state
-    yet. `mixed_precision` is the dtype of weights in forward and backward, with a master in fp32; autocast is not used.
+    yet. `mixed_precision` is the dtype of weights in forward and backward, with a master in fp32; with
+    `Paging(autocast=True)`, that of autocast.
     On several ranks, Pagoda divides the state; DDP is not used.
 
     `save_state` and `load_state` write and read the exact state of models in pieces, together with Accelerate's own

@@ -51,9 +51,16 @@ class _Pages(_Base):  # type: ignore[misc]
         self.said = _PRECISIONS[said]
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs to the dtype in which weights compute."""
+        """Cast floating-point inputs to the dtype in which weights compute, unless autocast does."""
+        if self._strategy.paging.autocast:
+            return data
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.said]
         return data if dtype is None else tree_map(lambda each: _cast(each, dtype), data)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """The context of a module's steps: autocast, if the settings ask for it."""
+        context: AbstractContextManager[None] = super().forward_context()
+        return self._strategy.paging.autocast_context() if self.said and self._strategy.paging.autocast else context
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Return the loss to call `backward` on."""
@@ -146,7 +153,8 @@ class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[mi
 
     `strategy="pagoda"` has the default settings. `configure_optimizers` must return one optimizer, from torch or of any
     class that steps each parameter separately. `precision` is the dtype of weights in forward and backward, with a
-    master in fp32; autocast is not used. Clipping by norm is exact, on any number of ranks; DDP is not used.
+    master in fp32; with `Paging(autocast=True)`, that of autocast. Clipping by norm is exact, on any number of ranks;
+    DDP is not used.
 
     Inside `trainer.init_module()` and `configure_model`, parameters take no memory. A checkpoint is a directory. With
     `save_weights_only=True` it is a file in Lightning's own format, and all weights are in RAM while it is written.

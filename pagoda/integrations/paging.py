@@ -3,8 +3,9 @@
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -12,8 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from pagoda.api import wrap
+from pagoda.budgets import compute_device
 from pagoda.checkpoint.optimizer_states import read_entry
 from pagoda.checkpoint.state import state_of
 from pagoda.config.memory import Memory
@@ -48,6 +51,9 @@ class Paging:
     decay. Of the framework's, only the parameters without weight decay remain without it."""
     precision: Precision | MixedPrecision | None = None
     """By default, the precision in the framework's configuration, or the dtype of the model if there is none."""
+    autocast: bool = False
+    """With "bf16" in the framework's configuration: weights and gradients keep the dtype of the model, and its forward
+    runs under `torch.autocast`, as without Pagoda. By default, weights and gradients are in bf16."""
     backward_passes: int | Literal["auto"] | None = "auto"
     """Number of backward passes that a `Trainer` runs for each micro-batch. If it is known, units can be updated during
     the last one. None: it varies, and updates wait for the end of the step. "auto": one for the losses of transformers
@@ -144,7 +150,7 @@ class Paging:
             rule,
             param_groups=groups,
             memory=memory,
-            precision=self.precision or precision,
+            precision=self._precision(model, precision),
             clip_grad_norm=clip_grad_norm,
             accumulation_steps=accumulation_steps,
             update=self.update,
@@ -154,6 +160,21 @@ class Paging:
         )
         paged._engine.stepper.scaler.skips_always = self.skip_non_finite
         return paged
+
+    def _precision(self, model: nn.Module, said: Precision | None) -> Precision | MixedPrecision | None:
+        """The precision to wrap with, if the framework's configuration has `said`. With autocast, the model's forward
+        runs under it from now on. Raises ConfigError for autocast in fp16."""
+        if not self.autocast or said is None:
+            return self.precision or said
+        if said != "bf16":
+            raise ConfigError(f"Paging(autocast=True) is for bf16, and the framework says {said}: leave it out.")
+        model.forward = _under_autocast(model.forward, self.autocast_context)
+        return self.precision
+
+    def autocast_context(self) -> Any:
+        """A context of `torch.autocast` in bf16 where compute is. Casts of weights are not kept for later uses in the
+        same forward, because all of them together may not fit."""
+        return torch.autocast(compute_device(self.memory).type, dtype=torch.bfloat16, cache_enabled=False)
 
     def check_device(self, device: torch.device) -> None:
         """Raises ConfigError if batches are on a GPU and compute is on the CPU, or vice versa."""
@@ -170,6 +191,18 @@ class Paging:
             f"memory.device is {self.memory.device!r}, a GPU's memory, but batches are moved to {device}: leave "
             "memory.device out, or let the framework use the GPU."
         )
+
+
+def _under_autocast(forward: Callable[..., Any], context: Callable[[], Any]) -> Callable[..., Any]:
+    """A forward in the context of autocast, with results in fp32, as Accelerate makes it."""
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            results = forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda each: each.float() if each.dtype is torch.bfloat16 else each, results)
+
+    return run
 
 
 def optimizer_of(model: nn.Module) -> PagedOptimizer | None:

@@ -56,7 +56,8 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     The model is wrapped when training or evaluation begins. Optimizer, learning rate, weight decay, clipping,
     accumulation, bf16 and fp16 are those of `TrainingArguments`. With bf16 or fp16, weights have that dtype in forward
-    and backward, with a master in fp32, and autocast is off. Without either, the dtype is the model's.
+    and backward, with a master in fp32, and autocast is off, unless `Paging(autocast=True)` asks for it. Without
+    either, the dtype is the model's.
 
     Checkpoints have the model's files, for `from_pretrained`, and a directory `pagoda` with all state, for
     `train(resume_from_checkpoint=...)`, which continues with the same bits. Both are written in pieces. The best model

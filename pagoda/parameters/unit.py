@@ -1,5 +1,6 @@
 """A unit of the live model: its parameters, their placeholders between uses, and its counters."""
 
+import gc
 import sys
 import threading
 from dataclasses import dataclass
@@ -63,14 +64,39 @@ def node_is_held(param: torch.Tensor) -> bool:
 
 
 def check_node_is_free(param: torch.Tensor, name: str) -> None:
-    """Raises ConfigError if someone holds autograd's node of a parameter that gets a new one. Hooks on the node would
-    be lost, and nothing tells whether it has any."""
-    if node_is_held(param):
+    """Raises ConfigError if autograd's node of a parameter that gets a new one has hooks, which would be lost, or if
+    Python code holds it, which may count on it. Graphs may hold it."""
+    if not node_is_held(param):
+        return
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    others = 0
+    for kind in ("register_hook", "register_prehook"):
+        mine: Any = getattr(node, kind)(_nothing)
+        others += len(mine.hooks_dict_ref()) - 1
+        mine.remove()
+    if others or gc.get_referrers(node):
         raise ConfigError(
-            f"{name!r} gets new memory or a new dtype, but autograd's node of it is in use: by a hook on it "
-            "(torch.autograd.graph.register_multi_grad_hook), which would be lost, or by the result of a forward. "
-            "Register such hooks after wrap(), or use param.register_hook(...); delete results of earlier forwards."
+            f"{name!r} gets new memory or a new dtype, but a hook on autograd's node of it would be lost "
+            "(torch.autograd.graph.register_multi_grad_hook). Register such hooks after wrap(), or use "
+            "param.register_hook(...)."
         )
+
+
+def retire_node(param: torch.Tensor, name: str) -> None:
+    """A parameter gets a new node. From now on, graphs that hold the old one raise UsageError in backward."""
+
+    def refuse(*_: Any) -> None:
+        raise UsageError(
+            f"This backward reaches {name!r} through a graph from before wrap(), which gave the parameter new memory "
+            "or a new dtype: run it before wrap(), or compute the graph again."
+        )
+
+    if node_is_held(param):
+        torch.autograd.graph.get_gradient_edge(param).node.register_prehook(refuse)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def successor(param: nn.Parameter, values: torch.Tensor, name: str) -> nn.Parameter:
@@ -80,6 +106,7 @@ def successor(param: nn.Parameter, values: torch.Tensor, name: str) -> nn.Parame
     Raises ConfigError like `check_node_is_free`.
     """
     check_node_is_free(param, name)
+    retire_node(param, name)
     made = nn.Parameter(values, param.requires_grad)
     made.__dict__.update(param.__dict__)
     if param._backward_hooks is not None:

@@ -105,8 +105,7 @@ class Layout:
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes of weights, that of most parameters first."""
-        others = (dtype for dtype in self._states_in if dtype is not None)
-        return tuple(dict.fromkeys((self.weight.dtype, *sorted(others, key=str))))
+        return tuple(dtype or self.weight.dtype for dtype in sorted(self._states_in, key=str))
 
     @property
     def forms(self) -> list[tuple[torch.dtype, torch.dtype]]:
@@ -115,12 +114,7 @@ class Layout:
 
     def widest(self, state: str) -> int:
         """Most bytes per element of a state of any unit, for buffers that units share."""
-        return max(self.itemsize(unit, state) for unit in self._of_each_dtype)
-
-    @cached_property
-    def _of_each_dtype(self) -> tuple[UnitSpec, ...]:
-        """A unit of each dtype."""
-        return tuple({unit.dtype: unit for unit in self.units}.values())
+        return max(known[state].itemsize for known in self._dtypes.values() if state in known)
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
@@ -302,8 +296,10 @@ class Layout:
     @cached_property
     def bytes_per_parameter(self) -> Mapping[str, float]:
         """State -> bytes per trained parameter, without padding."""
-        of_dtype = self.trained_of_dtype
-        trained = max(1, sum(of_dtype.values()))
+        of_dtype: Counter[torch.dtype | None] = Counter()
+        for unit in self.units:
+            of_dtype[unit.dtype] += sum(slot.param.numel for slot in unit.slots if slot.param.trainable)
+        trained = max(1, of_dtype.total())
         total = dict.fromkeys((state.name for state in self.states), 0.0)
         for dtype, numel in of_dtype.items():
             for state in self._states_in[dtype]:
@@ -312,14 +308,6 @@ class Layout:
             if state.shape_of is not None:
                 total[state.name] = self._packed[state.name].total * state.dtype.itemsize
         return {name: nbytes / trained for name, nbytes in total.items()}
-
-    @cached_property
-    def trained_of_dtype(self) -> Mapping[torch.dtype | None, int]:
-        """Dtype of a unit -> trained parameters of such units."""
-        found: Counter[torch.dtype | None] = Counter()
-        for unit in self.units:
-            found[unit.dtype] += sum(slot.param.numel for slot in unit.slots if slot.param.trainable)
-        return found
 
     def bytes_per_update(self, unit: UnitSpec) -> float:
         """Bytes of RAM that the update of one parameter reads and writes: every state twice, and the gradient once."""
@@ -416,9 +404,9 @@ class Layout:
         parameters, the elements of the largest one."""
         if self.weight.whole is not None:
             return max(1, self._widest_cut)
-        streamed = {WEIGHT, *(state.name for state in self.moments)}
-        least = min(s.dtype.itemsize for states in self._states_in.values() for s in states if s.name in streamed)
-        per_page = self.page_bytes // least
+        streamed = (WEIGHT, *(state.name for state in self.moments))
+        sizes = (known[name].itemsize for known in self._dtypes.values() for name in streamed if name in known)
+        per_page = self.page_bytes // min(sizes)
         # So that the ring holds at most one unit.
         quarter = max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
         return -(-min(self.block_limit, quarter + 1) // per_page) * per_page

@@ -30,7 +30,7 @@ from pagoda.errors import ConfigError
 from pagoda.mesh.dtensors import as_dtensor, local, shard_of
 from pagoda.optim.param_groups import made_anew
 from pagoda.parameters.quantized import QuantizedForm, packed
-from pagoda.parameters.unit import LiveUnit, successor
+from pagoda.parameters.unit import LiveUnit, retire_node, successor
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.prepare.experts import RoutedExperts
 from pagoda.prepare.lookups import lookups_in
@@ -321,6 +321,8 @@ class Builder:
             self._writers.submit(mine.nbytes, partial(state.write_master, mine))
         if source is not None or as_dtensor(param) is not None:
             return unit.new_param(slot, unit.placeholders[slot])
+        if (param.dtype, param.device) != (unit.placeholders[slot].dtype, unit.placeholders[slot].device):
+            retire_node(param, spec.name)
         unit.set_part(slot, unit.placeholders[slot])
         return param
 

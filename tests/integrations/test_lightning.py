@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric with state in pages: the losses of their own strategies, and runs that resume."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,14 @@ def test_losses_have_the_bits_of_lightnings_own_strategy(pages: Any, tmp_path: P
     found = fitted(tmp_path, Module(), strategy, **settings)
     assert found == fitted(tmp_path, Module(), **settings)
     assert sum(strategy.optimizer_in_pages.stats.bytes_moved.values()), "state was on the SSD"
+
+
+def test_autocast_has_the_bits_of_lightnings_own_in_bf16(pages: Any, tmp_path: Path) -> None:
+    strategy = pages()
+    strategy.paging = replace(strategy.paging, autocast=True)
+    found = fitted(tmp_path, Module(), strategy, precision="bf16-mixed")
+    assert strategy.optimizer_in_pages.param_groups[0]["params"][0].dtype is torch.float32
+    assert found == fitted(tmp_path, Module(), precision="bf16-mixed")
 
 
 def test_schedulers_inside_a_scheduler_change_the_rate(pages: Any, tmp_path: Path) -> None:

@@ -48,6 +48,31 @@ def stock(out: Path, **settings: Any) -> Any:
     return trainer
 
 
+AUTOCAST: dict[str, Any] = {"optimizer": TORCHS_ADAMW, "autocast": True}
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_autocast_has_the_bits_of_the_stock_trainer_in_bf16(activations: str, paged: Make, tmp_path: Path) -> None:
+    """Weights, gradients and checkpoints are in fp32. By default they are in bf16."""
+    settings = {"optim": "adamw_torch", "bf16": True, "weight_decay": 0.1, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = paged(given={"eval_dataset": samples(4)}, paging={**AUTOCAST, "activations": activations}, **settings)
+    before = {name: param.clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
+    assert all(copy.requires_grad for copy in before.values())
+    expected = stock(tmp_path / "stock", **settings)
+    assert logged(trainer, "loss", "eval_loss") == logged(expected, "loss", "eval_loss")
+    in_bf16 = paged("own", paging={"optimizer": TORCHS_ADAMW}, **{**settings, "eval_strategy": "no"})
+    in_bf16.train()
+    assert {param.dtype for param in in_bf16.model.parameters()} == {torch.bfloat16}
+    assert logged(in_bf16, "loss") == pytest.approx(logged(expected, "loss"), rel=2e-2)
+
+
+def test_autocast_in_fp16_is_refused_by_name(paged: Make) -> None:
+    with pytest.raises(pagoda.ConfigError, match=r"autocast=True\) is for bf16.*fp16"):
+        paged(paging=AUTOCAST, fp16=True).train()
+
+
 SAME: dict[str, dict[str, Any]] = {
     "adafactor, checkpointing": {"optim": "adafactor", "activation_checkpointing": True},
     "adamw, groups, schedule, evaluation": {

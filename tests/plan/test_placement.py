@@ -201,4 +201,4 @@ def test_activations_that_leave_a_device_get_ram_before_copies_for_a_checkpoint(
 def test_an_update_moves_every_state_and_reads_the_gradient(precision: str, states: int, gradient: int) -> None:
     root = ModuleSpec("", (ParamSpec("weight", (64, 64)), ParamSpec("frozen", (64, 64), trainable=False)))
     layout = make_plan(root, STATES[precision], Budgets(1 << 30), Options(4096)).layout
-    assert layout.bytes_per_update == 2 * states + gradient
+    assert layout.bytes_per_update(layout.units[0]) == 2 * states + gradient

@@ -110,7 +110,7 @@ def test_every_element_of_every_state_is_held_by_one_rank(name: str, count: int,
 def held_bytes(layout: Layout) -> int:
     """Bytes of all states, and the gradient, on a layout's rank, without padding to pages."""
     return sum(
-        layout.elements(unit, state) * layout.itemsize(state)
+        layout.elements(unit, state) * layout.itemsize(unit, state)
         for unit in layout.units
         for state in (*(s.name for s in layout.states), GRAD)
     )

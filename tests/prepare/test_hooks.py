@@ -51,7 +51,7 @@ def wrapped(model: Any, **options: Any) -> tuple[Any, PagedOptimizer]:
 
 
 def step(model: Any, optimizer: Any) -> None:
-    model(torch.ones(2, 8)).sum().backward()
+    model(torch.ones(2, 8, dtype=model[0].weight.dtype)).sum().backward()
     optimizer.step()
 
 
@@ -84,10 +84,31 @@ def test_a_hook_that_masks_a_gradient_masks_it_wherever_the_values_come_from(bui
     optimizer.close()
 
 
+def hooked_node(weight: nn.Parameter) -> Any:
+    """A handle of a hook on a node that only graphs hold."""
+    return torch.autograd.graph.get_gradient_edge(weight).node.register_hook(print)
+
+
+def test_graphs_from_before_wrap_may_live_on_and_refuse_their_backward_by_name() -> None:
+    """Such as copies of the first weights, which the program compares with the last ones."""
+    for make, precision in ((linears, "bf16"), (under_init, "fp32")):
+        model = make()
+        before = {name: param.clone() for name, param in model.named_parameters()}
+        first = {name: copy.detach().clone() for name, copy in before.items()}
+        model, optimizer = pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=RESIDENT, precision=precision)
+        step(model, optimizer)
+        assert all(torch.equal(copy, first[name]) for name, copy in before.items())
+        with pytest.raises(pagoda.UsageError, match=r"'1\.weight'.*before wrap"):
+            before["1.weight"].sum().backward()
+        step(model, optimizer)
+        optimizer.close()
+
+
 def test_hooks_on_autograds_node_of_a_parameter_that_is_made_anew_are_refused_by_name() -> None:
     for register in (
         lambda weight: torch.autograd.graph.register_multi_grad_hook([weight], print),
-        lambda weight: torch.autograd.graph.get_gradient_edge(weight).node,
+        lambda weight: [torch.autograd.graph.get_gradient_edge(weight).node],
+        lambda weight: (weight.clone(), hooked_node(weight)),
     ):
         model = under_init()
         held = register(model[1].weight)

@@ -162,7 +162,7 @@ def wrapped(
         kind,
         out,
         pagoda.open_mesh(stage=stage, replicas=replicas, ordered_sums=ordered),
-        precision=recipe.precision,
+        precision=precision_of(recipe.precision),
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
         **options,

@@ -26,6 +26,7 @@ CASES: dict[str, Case] = {
     "muon, stage 1, on ssd": (2, {"rule": "muon", "clip": None, "announced": True}, {"stage": 1, "kind": "ssd"}),
     "at home on the device, stage 3": (2, {"precision": "bf16", "clip": 0.5}, {"stage": 3, "kind": "both-on-device"}),
     "adafactor, half of it on the device": (2, {"rule": "adafactor"}, {"kind": "half-on-device"}),
+    "mixed dtypes, stage 1, on ssd": (2, {"model": "mixed", "precision": "own"}, {"stage": 1, "kind": "ssd"}),
     "stage 3, on ssd, 1 late": (2, {"steps": 5, "late": 1}, {"kind": "ssd"}),
 }
 """test_matrix_on_ranks shows that ranks have the same bits in every placement, at every stage."""
@@ -43,6 +44,8 @@ SLOW_CASES: dict[str, Case] = {
         {"frozen": "matrices", "layers": 12},
         {"kind": "small-device"},
     ),
+    "mixed dtypes": (2, {"model": "mixed", "precision": "own", "clip": 0.5}, {}),
+    "mixed dtypes, muon, on ssd": (2, {"model": "mixed", "precision": "own", "rule": "muon"}, {"kind": "ssd"}),
     "a class of torch, stage 1": (2, {"rule": "adagrad"}, {"stage": 1}),
     "muon, frozen, on ssd": (2, {"rule": "muon", "frozen": True}, {"kind": "ssd"}),
     "t5, 8-bit moments": (2, {"model": "t5", "moments": "8bit"}, {}),

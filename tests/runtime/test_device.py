@@ -75,7 +75,7 @@ def assert_updated_on_device(outcome: Outcome, share: float) -> None:
     assert sum(unit.trainable_numel for unit in passing) <= share * sum(unit.trainable_numel for unit in plan.units)
     assert (len(passing) == len([u for u in plan.units if u.trainable_numel])) == (share == 1)
     states = sum(state.nbytes(unit.trainable_numel) for unit in passing for state in plan.layout.states)
-    grads = sum(unit.trainable_numel for unit in passing) * plan.layout.itemsize(GRAD)
+    grads = sum(unit.trainable_numel * plan.layout.itemsize(unit, GRAD) for unit in passing)
     steps = len(outcome.moved)
     updated = [step["device_update"] for step in outcome.moved]
     # An update may run on into the next step, so only sums over steps are sure.
@@ -119,7 +119,7 @@ def assert_at_home(outcome: Outcome) -> None:
         there = sum(layout.pages(plan.units[index], state) for index in lives) * PAGE
         assert plan.bytes["device"].get(state, 0) == there
     others = [u for u in plan.units if u.index not in lives]
-    gradients = sum(u.trainable_numel for u in others) * layout.itemsize(GRAD)
+    gradients = sum(u.trainable_numel * layout.itemsize(u, GRAD) for u in others)
     passing = [u for u in plan.units if u.index in plan.placement.passing]
     states = sum(s.nbytes(u.trainable_numel) for u in passing for s in layout.states)
     assert outcome.peak_bytes["device"] <= plan.peak_bytes["device"]
@@ -174,7 +174,7 @@ def test_the_device_is_home_to_weights_then_gradients_then_moments(homes: str, s
     for unit in plan.units:
         made, there = 2 * (unit.index not in gradients), unit.index in placement.on_device
         states = sum(s.nbytes(unit.trainable_numel) for s in placement.streamed(unit.index, plan.layout.states))
-        assert traffic[unit.index].offloaded * 2 == made * unit.trainable_numel * plan.layout.offloaded_itemsize
+        assert traffic[unit.index].offloaded * 2 == made * unit.trainable_numel * plan.layout.offloaded_itemsize(unit)
         assert traffic[unit.index].passed == states * there
         assert bool(traffic[unit.index].fetched) == (unit.index not in weights)
         assert bool(traffic[unit.index].brought) == (there and unit.index not in gradients)

@@ -56,6 +56,6 @@ def test_threads_that_work_at_once_make_a_lane_faster() -> None:
     plan = plan.retraced(Trace((Access(0, Phase.FORWARD), Access(0, Phase.BACKWARD), STEP)))
     name = plan.units[0].name
     compute = (TimelineSpan(COMPUTE, f"forward {name}", 0.0, 1.0), TimelineSpan(COMPUTE, f"backward {name}", 1.0, 2.0))
-    sent = plan.layout.elements(plan.units[0], "grad") * plan.layout.offloaded_itemsize
+    sent = plan.layout.elements(plan.units[0], "grad") * plan.layout.offloaded_itemsize(plan.units[0])
     copies = [TimelineSpan("d2h", f"offload {name}", 2.0, 4.0, sent // 2) for _ in range(2)]
     assert replay(plan, Timeline(4.0, (*compute, *copies), {})).step_s == pytest.approx(4.0)

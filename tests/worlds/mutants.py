@@ -107,8 +107,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "                return PAST\n",
         ),
         "a second backward replaces the gradient": (
-            "kernel = self._kernels.add_gradient if accumulate else",
-            "kernel = self._kernels.add_gradient if False else",
+            "kernel = kernels.add_gradient if accumulate else",
+            "kernel = kernels.add_gradient if False else",
         ),
         "a landing buffer is read before the copy has ended": (
             "piece, issued).synchronize()",
