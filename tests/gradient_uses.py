@@ -88,6 +88,13 @@ def decay(of: Training) -> None:
             param.grad.add_(param.detach(), alpha=0.1)
 
 
+def clip_by_hand(of: Training) -> None:
+    """As loops did it before torch had a function for it."""
+    total = sum(grad.detach().data.norm(2).item() ** 2 for grad in of.grads) ** 0.5
+    for grad in of.grads:
+        grad.data.mul_(min(1.0, 0.5 * LIMIT / (total + 1e-6)))
+
+
 def assign(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Training], None]:
     def assign_all(of: Training) -> None:
         for param in of.params:
@@ -241,6 +248,7 @@ WRITES: dict[str, Callable[[Training], object]] = {
     "clamp": each(lambda grad: grad.clamp_(-1e-3, 1e-3)),
     "clip by value": lambda of: nn.utils.clip_grad_value_(of.params, 1e-3),
     "clip by value, one by one": lambda of: nn.utils.clip_grad_value_(of.params, 1e-3, foreach=False),
+    "clip by hand": clip_by_hand,
     "largest norm": lambda of: nn.utils.clip_grad_norm_(of.params, 1e3, norm_type=float("inf")),
     "centred": each(lambda grad: grad.copy_(grad - grad.mean())),
     "sign": assign(torch.sign),

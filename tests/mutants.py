@@ -387,7 +387,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "gradients arrive in a buffer that an update reads": (
-            "or (record.in_use and record.made)",
+            "or (record.made and (record.in_use or record.lent))",
             "",
             "schedule/test_schedule.py",
         ),

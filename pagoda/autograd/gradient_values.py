@@ -22,7 +22,7 @@ TOO_LATE = (
 )
 
 
-class Reading(NamedTuple):
+class GradientCopy(NamedTuple):
     """A copy of a gradient."""
 
     values: torch.Tensor
@@ -102,7 +102,7 @@ class GradientValues:
 
     # --- with values ---
 
-    def read(self, unit: LiveUnit, slot: int, asked_by: str) -> Reading:
+    def read(self, unit: LiveUnit, slot: int, asked_by: str) -> GradientCopy:
         """A copy of a gradient, as plain PyTorch has it."""
         with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
             gradient = self._gradients.get(unit)
@@ -113,7 +113,7 @@ class GradientValues:
             return self._shown(unit, slot, kept.to(unit.blanks[slot].device))
 
     def write(
-        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: Reading | None = None
+        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: GradientCopy | None = None
     ) -> None:
         """Let `values`, in the shape and dtype of the parameter, be its gradient. `reading`: what they were made of.
         Elements that are still the same keep the precision that pages have."""
@@ -158,7 +158,7 @@ class GradientValues:
             reading = self.read(unit, slot, "a backward after a multiplication of param.grad")
             self.write(unit, slot, reading.values, "a backward after a multiplication of param.grad", reading)
 
-    def _shown(self, unit: LiveUnit, slot: int, kept: torch.Tensor) -> Reading:
+    def _shown(self, unit: LiveUnit, slot: int, kept: torch.Tensor) -> GradientCopy:
         dtype, scale, factor = unit.blanks[slot].dtype, self._scaler.scale, self.factor(unit, slot)
         in_pages = kept.dtype is dtype and scale == 1
         flat = kept if in_pages else (kept.float() / scale).to(dtype)
@@ -167,8 +167,8 @@ class GradientValues:
         stored = flat.view(unit.spec.slots[slot].param.shape)
         values = unit.as_param(slot, unit.shown(slot, stored))
         if in_pages:
-            return Reading(values, None, None)
-        return Reading(values, values.clone(), kept.float() * factor)
+            return GradientCopy(values, None, None)
+        return GradientCopy(values, values.clone(), kept.float() * factor)
 
     @contextmanager
     def _alone(self, unit: LiveUnit, slot: int, asked_by: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from pagoda.autograd.gradient_values import GradientValues, is_power_of_two
 from pagoda.autograd.uses import EXPORTS, hidden_again, one_by_one, replaced
 from pagoda.errors import UsageError
-from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, root_of, viewed
+from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, root_of, undetached, viewed
 from pagoda.parameters.unit import LiveUnit
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class MarkedGradient:
 
 def marker(blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: "Stepper") -> torch.Tensor:
     """A marker with the shape of `blank`, for the gradient of a unit's parameter that arrives now."""
-    made: Any = hide(blank, f"{unit.name(slot)}.grad")
+    made: Any = hide(blank.detach(), f"{unit.name(slot)}.grad")
     setattr(made, GRADIENT, MarkedGradient(unit, slot, stepper))
     return made
 
@@ -101,8 +101,8 @@ def _home(tensor: Any) -> Any:
 
 
 def _is_whole(tensor: Any) -> bool:
-    """Whether a tensor is a marker, and not a view of one."""
-    return isinstance(tensor, Hidden) and GRADIENT in vars(tensor)
+    """Whether a tensor is a marker, and not a view of a part of one."""
+    return isinstance(tensor, Hidden) and GRADIENT in vars(undetached(tensor))
 
 
 def _is_known(of: Any) -> bool:
@@ -121,7 +121,7 @@ def _norms(of: Any, asked_by: str) -> Any:
     """The norm of a marker, or of each tensor in a list, in float64, because it is known with that precision."""
     if not isinstance(of, torch.Tensor):
         return [_norms(each, asked_by) if _is_whole(each) else each.norm() for each in of]
-    values, unit, slot = _home(of).open(of, asked_by)
+    values, unit, slot = _home(of).open(root_of(of), asked_by)
     return torch.tensor(values.norm(unit, slot), dtype=torch.float64, device=unit.blanks[slot].device)
 
 
@@ -139,7 +139,7 @@ def _multiply(what: Any, by: Any, asked_by: str) -> Any:
         if not _is_whole(each):
             each.mul_(factor)
             continue
-        values, unit, slot = _home(each).open(each, asked_by)
+        values, unit, slot = _home(each).open(root_of(each), asked_by)
         if not values.scale(unit, slot, factor):
             _call_on_copies(torch.Tensor.mul_, asked_by, (each, factor), {})
     return what
@@ -147,7 +147,7 @@ def _multiply(what: Any, by: Any, asked_by: str) -> Any:
 
 def _zero(whole: Any) -> Any:
     """Let a gradient be zero, also one that a step has used: then the next step applies a gradient of zeros."""
-    values, unit, slot = _home(whole).open(whole, "zero_", to_write=True)
+    values, unit, slot = _home(whole).open(root_of(whole), "zero_", to_write=True)
     zeros = torch.zeros(unit.spec.slots[slot].param.shape, dtype=unit.blanks[slot].dtype)
     values.write(unit, slot, unit.as_param(slot, unit.shown(slot, zeros)), "zero_()")
     unit.mark(slot)

@@ -48,6 +48,8 @@ _VIEW_METHODS = frozenset(
 )
 """What always gives a view, or the tensor itself. Whether another function does, its result shows."""
 
+_DETACHES = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+
 _REFUSED = frozenset({"__dlpack__", "__reduce_ex__", "as_strided", "resize_", "resize_as_", "set_", "storage"})
 """Functions that would keep, replace or look around in the memory of the values, which other weights use too."""
 
@@ -196,6 +198,13 @@ def viewed(tensor: Any, values: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def undetached(tensor: Any) -> Any:
+    """A hidden tensor, or the one of which it is all by `detach()` or `data`."""
+    while (view := vars(tensor).get(_VIEW)) is not None and view.func in _DETACHES:
+        tensor = view.of
+    return tensor
+
+
 def root_of(tensor: Any) -> Any:
     """The parameter that a hidden tensor is, or is a view of."""
     while (view := vars(tensor).get(_VIEW)) is not None:
@@ -320,6 +329,11 @@ def write_instead(name: str) -> str:
 
 def _refuse(what: str, args: Any) -> NoReturn:
     name = next(map(name_of, hidden_in(args)), "?")
+    if any(map(is_gradient, hidden_in(args))):
+        raise UsageError(
+            f"{name!r} {what}: its values are in pages, whose memory other values use too. Use param.grad.clone(), and "
+            "write with copy_()."
+        )
     raise UsageError(
         f"Parameter {name!r} {what}: its weights are in pages, whose memory other weights use too. To read it, use "
         f"param.clone(). {write_instead(name)} Its dtype is wrap(precision=...)'s, and its device memory.device's. To "
