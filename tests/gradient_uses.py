@@ -34,8 +34,9 @@ class Net(nn.Module):
 class Training:
     """A model and its optimizer, and what uses find."""
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: Any, optimizer: Any, ranks: tuple[int, ...] = (0,)) -> None:
+        """`ranks`: those whose batches this process has. Losses are their mean."""
+        self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.params: list[Any] = [*model.parameters()]
         self.random = torch.Generator().manual_seed(3)
         self.found: list[Any] = []
@@ -49,9 +50,9 @@ class Training:
         return torch.randn(like.shape, generator=self.random).to(like.dtype) * 1e-3
 
     def loss(self, number: int, without: int = -1) -> torch.Tensor:
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-        loss: torch.Tensor = self.model(x, without)
-        return loss
+        seeds = [torch.Generator().manual_seed(1000 * rank + number) for rank in self.ranks]
+        losses = [self.model(torch.randn(4, WIDTH, generator=seed), without) for seed in seeds]
+        return torch.stack(losses).mean()
 
 
 def each(change: Callable[[Any], object]) -> Callable[[Training], object]:
@@ -306,17 +307,15 @@ def clip_exactly(params: Iterable[Any], limit: float) -> None:
 
 
 def train(of: Training, use: str, clip: Callable[[], object] = lambda: None, passes: int = 1, steps: int = 3) -> list[Any]:
-    """Losses and weights of a few steps that make a use of gradients, and what it found."""
+    """The weights after a few steps that make a use of gradients, and what it found."""
     for step in range(steps):
         for number in range(passes):
-            loss = of.loss(10 * step + number, without=step)
-            of.found.append(loss.item())
-            loss.backward()
+            of.loss(10 * step + number, without=step).backward()
         USES[use](of)
         clip()
         of.optimizer.step()
         of.optimizer.zero_grad()
-    return [*of.found, *of.model.state_dict().values()]
+    return [*of.found, *(param.detach().clone() for param in of.params)]
 
 
 def assert_alike(mine: Any, other: Any, where: str) -> None:
@@ -332,9 +331,12 @@ def assert_alike(mine: Any, other: Any, where: str) -> None:
         assert mine == other, where
 
 
-def plainly(use: str, clips: bool = False, passes: int = 1) -> list[Any]:
+RULE: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
+"""Settings of SGD."""
+
+
+def plainly(use: str, clips: bool = False, passes: int = 1, ranks: tuple[int, ...] = (0,)) -> list[Any]:
     """As `train` does, without Pagoda."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5, weight_decay=0.25)
-    of = Training(model, optimizer)
+    of = Training(model, torch.optim.SGD(model.parameters(), **RULE), ranks)
     return train(of, use, partial(clip_exactly, of.params, LIMIT) if clips else lambda: None, passes)

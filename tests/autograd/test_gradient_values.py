@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_uses import ADD_ANOTHER, LIMIT, USES, Net, Training, assert_alike, plainly, train
+from gradient_uses import ADD_ANOTHER, LIMIT, RULE, USES, Net, Training, assert_alike, plainly, train
 from runtime.conftest import Wrap
 
 import pagoda
@@ -22,7 +22,7 @@ def places(path: Path) -> dict[str, pagoda.Memory]:
 
 
 def rule() -> Any:
-    return pagoda.Optim(torch.optim.SGD, lr=0.125, momentum=0.5, weight_decay=0.25)
+    return pagoda.Optim(torch.optim.SGD, **RULE)
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
