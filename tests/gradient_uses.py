@@ -228,7 +228,7 @@ READS: dict[str, Callable[[Training], Any]] = {
     "joined": lambda of: torch.cat([g.view(-1) for g in of.grads]),
     "similarity": lambda of: nn.functional.cosine_similarity(of.grads[0].flatten(), of.grads[2].flatten(), dim=0),
     "histogram": lambda of: [torch.histc(g.float(), 8) for g in of.grads],
-    "largest": lambda of: [(g.flatten().topk(3), g.argmax(), g.max().item()) for g in of.grads],
+    "largest": lambda of: [(*g.flatten().topk(3), g.argmax(), g.max().item()) for g in of.grads],
     "parts": lambda of: [(g[0].clone(), g[-1:].sum(), g.T + 0, g.reshape(-1)[::2].abs(), g.unbind()[1] + 0) for g in of.grads],
     "python": lambda of: [(g.tolist(), len(g), g.numpy().sum(), [row.sum() for row in g]) for g in of.grads],
     "deep copies": lambda of: copy.deepcopy(of.grads),

@@ -119,7 +119,8 @@ class GradientValues:
         Elements that are still the same keep the precision that pages have."""
         dtype, scale = self._gradients.dtype, self._scaler.scale
         with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
-            flat = unit.stored(slot, values.detach().to_dense()).reshape(-1)
+            values = values.detach() if values.layout is torch.strided else values.detach().to_dense()
+            flat = unit.stored(slot, values).reshape(-1)
             if flat.dtype is not dtype or scale != 1:
                 flat = flat.float() * scale
             if reading is not None and reading.before is not None:

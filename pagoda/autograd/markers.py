@@ -13,7 +13,8 @@ import torch
 from pagoda.autograd.gradient_values import GradientValues, is_power_of_two
 from pagoda.autograd.uses import EXPORTS, hidden_again, one_by_one, replaced
 from pagoda.errors import UsageError
-from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, root_of, undetached, viewed
+from pagoda.mesh.dtensors import DTensorForm
+from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, hide_part, root_of, undetached, viewed
 from pagoda.parameters.unit import LiveUnit
 
 if TYPE_CHECKING:
@@ -72,7 +73,11 @@ class MarkedGradient:
 
 def marker(blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: "Stepper") -> torch.Tensor:
     """A marker with the shape of `blank`, for the gradient of a unit's parameter that arrives now."""
-    made: Any = hide(blank.detach(), f"{unit.name(slot)}.grad")
+    made: Any = blank.detach()
+    name = f"{unit.name(slot)}.grad"
+    if isinstance(unit.forms[slot], DTensorForm):
+        hide_part(made._local_tensor, made, name)
+    hide(made, name)
     setattr(made, GRADIENT, MarkedGradient(unit, slot, stepper))
     return made
 
