@@ -230,7 +230,7 @@ READS: dict[str, Callable[[Training], Any]] = {
     "histogram": lambda of: [torch.histc(g.float(), 8) for g in of.grads],
     "largest": lambda of: [(*g.flatten().topk(3), g.argmax(), g.max().item()) for g in of.grads],
     "parts": lambda of: [(g[0].clone(), g[-1:].sum(), g.T + 0, g.reshape(-1)[::2].abs(), g.unbind()[1] + 0) for g in of.grads],
-    "python": lambda of: [(g.tolist(), len(g), g.numpy().sum(), [row.sum() for row in g]) for g in of.grads],
+    "python": lambda of: [(g.tolist(), len(g), g.numpy().sum().item(), [row.sum() for row in g]) for g in of.grads],
     "deep copies": lambda of: copy.deepcopy(of.grads),
     "files": saved,
     "with weights": lambda of: [(p * p.grad).sum() for p in of.params if p.grad is not None],

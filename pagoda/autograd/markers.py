@@ -14,7 +14,7 @@ from pagoda.autograd.gradient_values import GradientValues, is_power_of_two
 from pagoda.autograd.uses import EXPORTS, hidden_again, one_by_one, replaced
 from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import DTensorForm
-from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, hide_part, root_of, undetached, viewed
+from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, hide_part, name_of, root_of, undetached, viewed, without_graph
 from pagoda.parameters.unit import LiveUnit
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ def _call_on_copies(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     """Call a function with copies of the gradients. What it has changed is written back."""
     used = args[:1] if name in READS_FIRST else (args, kwargs)
     leaves = [leaf for leaf in hidden_in(used) if _home(leaf) is not None]
+    for leaf in leaves if torch.is_grad_enabled() else ():
+        if leaf.requires_grad:
+            raise UsageError(without_graph(name_of(leaf)))
     homes = {root: _home(root).open(root, name) for root in map(root_of, leaves)}
     readings = {root: values.read(unit, slot, f"{name}()") for root, (values, unit, slot) in homes.items()}
     given = {id(leaf): viewed(leaf, readings[root_of(leaf)].values) for leaf in leaves}

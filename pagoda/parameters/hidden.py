@@ -256,6 +256,8 @@ _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward)
 def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differentiate by hidden parameters, through the edges of the graph that lead to them. Whatever runs in backward,
     such as a checkpoint, must find parameters hidden as ever."""
+    for gradient in filter(is_gradient, hidden_in((args, kwargs))):
+        raise UsageError(without_graph(name_of(gradient)))
     edge: Any = torch.autograd.graph.get_gradient_edge
     with as_plain():
         on_edges, options = tree_map(lambda leaf: edge(leaf) if isinstance(leaf, Hidden) else leaf, (args, kwargs))
@@ -316,6 +318,14 @@ def unseen(name: str, what: str) -> str:
         f"Parameter {name!r} {what}, but no function of torch has read it since the last optimizer.step(). Code that "
         "torch does not see, such as a C++ extension, gets NaN: give it param.clone(). An autograd function must read "
         "in its forward what it saves. And a graph from before step() has other weights: run its backward before."
+    )
+
+
+def without_graph(name: str) -> str:
+    """The error message for a gradient whose graph is asked for."""
+    return (
+        f"{name!r} is asked for as a part of a graph, but pages have its values alone. Use torch.autograd.grad(loss, "
+        "params, create_graph=True), or for the values, param.grad.detach()."
     )
 
 

@@ -45,3 +45,68 @@ def test_every_use_of_a_gradient_has_the_bits_of_torch_alone(
     model, optimizer = wrap(Net(), places(tmp_path)[place], rule=rule(), precision="fp32", **options)
     found = train(Training(model, optimizer), use, passes=passes)
     assert_alike(found, plainly(use, setting == "clipped", passes), use)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before-wrap", "after-wrap"])
+def test_hooks_after_accumulation_find_the_sum_and_may_change_it(early: bool, wrap: Wrap) -> None:
+    runs = []
+    for paged in (False, True):
+        model: Any = Net()
+        seen: list[float] = []
+
+        def hook(param: Any, seen: list[float] = seen) -> None:
+            seen.append(param.grad.abs().sum().item())
+            param.grad.clamp_(-1e-3, 1e-3)
+
+        def register(model: Any, hook: Any = hook) -> None:
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(hook)
+
+        if early or not paged:
+            register(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), **RULE)
+        if paged:
+            model, optimizer = wrap(model, rule=rule(), precision="fp32")
+        if paged and not early:
+            register(model)
+        runs.append((train(Training(model, optimizer), "noise", passes=2), seen))
+    assert_alike(*runs, "hooks")
+
+
+def test_gradients_that_have_a_graph_are_refused_as_a_part_of_one(wrap: Wrap) -> None:
+    """A penalty of them in the loss would have no effect."""
+    model, _ = wrap(Net(), rule=rule(), precision="fp32")
+    Training(model, None).loss(0).backward(create_graph=True)
+    param = next(model.parameters())
+    assert param.grad.requires_grad
+    for use in (lambda: param.grad.norm(), lambda: torch.autograd.grad(param.grad, param, torch.ones_like(param))):
+        with pytest.raises(pagoda.UsageError, match=r"layers\.0\.weight\.grad.*torch\.autograd\.grad"):
+            use()
+    assert param.grad.detach().norm() > 0
+    with torch.no_grad():
+        assert param.grad.norm() > 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "gradients"), [("bf16", None), ("bf16", "fp32"), ("fp16", None)], ids=["bf16", "bf16-fp32", "fp16"]
+)
+def test_gradients_in_16_bits_are_those_of_torch_alone_and_what_is_not_written_keeps_its_precision(
+    precision: Any, gradients: Any, wrap: Wrap
+) -> None:
+    """Also where pages have them in fp32, or scaled by the loss scale."""
+    mixed = pagoda.MixedPrecision(precision, gradients=gradients, loss_scale=1024.0 if precision == "fp16" else None)
+    model, optimizer = wrap(Net(), rule=rule(), precision=mixed)
+    plain = Net().to(torch.bfloat16 if precision == "bf16" else torch.float16)
+    optimizer.scale(Training(model, None).loss(0)).backward()
+    Training(plain, None).loss(0).backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad.dtype is other.grad.dtype
+        torch.testing.assert_close(param.grad.clone(), other.grad, rtol=1e-2, atol=1e-4)
+    twin, steps = wrap(Net(), rule=rule(), precision=mixed)
+    steps.scale(Training(twin, None).loss(0)).backward()
+    for mine in model.parameters():
+        mine.grad[0] = mine.grad[0] + 0
+    for stepped in (optimizer, steps):
+        stepped.step()
+    for one, two in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
