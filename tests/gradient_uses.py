@@ -289,6 +289,8 @@ WRITES: dict[str, Callable[[Training], object]] = {
 }
 """They change gradients. What training makes of them is compared."""
 
+ONE_NUMBER = {"number", "data", "clip by hand"}
+"""Uses that multiply gradients by one number. If they are clipped, too, the update multiplies by both at once."""
 ADD_ANOTHER = {"all zeroed", "changed, then added to"}
 """Uses in which another backward adds to gradients."""
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from gradient_uses import USES, assert_alike, plainly
+from gradient_uses import ONE_NUMBER, USES, assert_alike, plainly
 
 from .ranks import RankServer
 
 FEW = ["norms", "with weights", "noise", "clamp", "sign", "a row", "numbers", "all zeroed", "pcgrad", "no backward"]
-UNALIKE = {"text", "number", "clip by hand"}
-"""Uses that print what one rank has, or whose last bits clipping changes."""
+UNALIKE = {"text", "differentiated", *ONE_NUMBER}
+"""Uses of what one rank alone has, and those whose last bits clipping changes."""
 
 
 def check(uses: list[str], stage: int, ssd: bool, clips: bool, passes: int, ranks: RankServer, path: Path) -> None:
