@@ -5,7 +5,7 @@ A marker is a hidden tensor (`parameters/hidden.py`). It exists as long as the g
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,20 @@ from pagoda.autograd.gradient_values import GradientValues, is_power_of_two
 from pagoda.autograd.uses import EXPORTS, hidden_again, one_by_one, replaced
 from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import DTensorForm
-from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, hide_part, name_of, root_of, undetached, viewed, without_graph
+from pagoda.parameters.hidden import (
+    GRADIENT,
+    MOVED,
+    READS_FIRST,
+    Hidden,
+    hidden_in,
+    hide,
+    hide_part,
+    name_of,
+    root_of,
+    undetached,
+    viewed,
+    without_graph,
+)
 from pagoda.parameters.unit import LiveUnit
 
 if TYPE_CHECKING:
@@ -38,7 +51,8 @@ class MarkedGradient:
         if `to_write`, at least what `param.grad` shows."""
         unit, stepper = self._unit(), self._stepper()
         if unit is not None and stepper is not None and unit.markers[self._slot] is marker:
-            if self._slot in unit.marked or (to_write and unit.params[self._slot].grad is marker):
+            exists = self._slot in unit.marked or (to_write and unit.params[self._slot].grad is marker)
+            if exists:
                 return stepper.values, unit, self._slot
         raise UsageError(
             f"{asked_by}() was called on a gradient that is gone: optimizer.step() has used it, or it was set to None. "
@@ -134,8 +148,7 @@ def _norms(of: Any, asked_by: str) -> Any:
 
 
 def _is_number(by: Any, asked_by: str) -> bool:
-    """Whether a function multiplies by one number. The update does not divide: `x / 3` has other bits than `x * (1 / 3)`.
-    """
+    """Whether a function multiplies by one number. Updates do not divide: x / 3 has other bits than x * (1 / 3)."""
     if not isinstance(by, int | float) and not (type(by) is torch.Tensor and by.dim() == 0 and not by.is_complex()):
         return False
     return asked_by not in _QUOTIENTS or is_power_of_two(float(by))

@@ -323,7 +323,12 @@ def test_gradients_that_a_step_has_used_are_refused_in_words_until_zero_grad(wra
         loss_of(model, 0).backward()
         optimizer.step()
     param = mine[0].get_parameter("layers.1.0.weight")
-    for use in (lambda grad: grad.sum(), lambda grad: param * grad, lambda grad: grad.add_(1), lambda grad: grad.norm()):
+    for use in (
+        lambda grad: grad.sum(),
+        lambda grad: param * grad,
+        lambda grad: grad.add_(1),
+        lambda grad: grad.norm(),
+    ):
         with pytest.raises(pagoda.UsageError, match=r"gone.*step\(\).*update_and_allocate"):
             use(param.grad)
     mine[0].cpu()  # moves gradients, too

@@ -1,5 +1,6 @@
 """Between backward and `step()`, gradients are read and written like tensors, with the bits of plain PyTorch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,22 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("place", ["ram", "ssd", "device"])
+def cases() -> Iterator[Any]:
+    """Every use in every setting and place. Each use once is not slow."""
+    combinations = [(place, setting) for setting in SETTINGS for place in ("ssd", "ram", "device")]
+    for index, use in enumerate(USES):
+        for number, (place, setting) in enumerate(combinations):
+            if use in {"announced": ADD_ANOTHER, "clipped": ONE_NUMBER}.get(setting, ()):
+                continue  # more backwards than announced; or two factors: the last bits are those of their product
+            marks = () if number == index % len(combinations) else pytest.mark.slow
+            yield pytest.param(place, setting, use, marks=marks, id=f"{use}-{place}-{setting}")
+
+
+@pytest.mark.parametrize(("place", "setting", "use"), cases())
 def test_every_use_of_a_gradient_has_the_bits_of_torch_alone(
     place: str, setting: str, use: str, wrap: Wrap, tmp_path: Path
 ) -> None:
     options, passes = SETTINGS[setting]
-    if use in {"announced": ADD_ANOTHER, "clipped": ONE_NUMBER}.get(setting, ()):
-        pytest.skip("more backwards than announced, or two factors: the last bits are those of their product")
     model, optimizer = wrap(Net(), places(tmp_path)[place], rule=rule(), precision="fp32", **options)
     found = train(Training(model, optimizer), use, passes=passes)
     assert_alike(found, plainly(use, setting == "clipped", passes), use)

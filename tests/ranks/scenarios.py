@@ -797,7 +797,9 @@ def use_gradients(out: Path, uses: list[str], stage: int, ssd: bool, clips: bool
         clip = {"clip_grad_norm": gradient_uses.LIMIT} if clips else {}
         model, optimizer = pagoda.wrap(gradient_uses.Net(), rule, memory=memory, mesh=mesh, precision="fp32", **clip)
         with optimizer:
-            found[use] = gradient_uses.train(gradient_uses.Training(model, optimizer, (place()[0],)), use, passes=passes)
+            found[use] = gradient_uses.train(
+                gradient_uses.Training(model, optimizer, (place()[0],)), use, passes=passes
+            )
     return found
 
 

@@ -1,4 +1,4 @@
-"""On several ranks, `param.grad` is the mean over ranks, read and written by all at the same point of their programs."""
+"""On several ranks, `param.grad` is the mean over ranks. All read and write it at the same point of their programs."""
 
 from pathlib import Path
 

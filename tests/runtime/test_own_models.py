@@ -108,13 +108,13 @@ def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memor
 # --- gradients by hand --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drop", [lambda model, optimizer: optimizer.zero_grad(), lambda model, optimizer: optimizer.step()])
+@pytest.mark.parametrize("drop", [lambda optimizer: optimizer.zero_grad(), lambda optimizer: optimizer.step()])
 def test_a_gradient_that_was_dropped_or_used_cannot_be_put_back(drop: Any, wrap: Wrap) -> None:
     model, optimizer = wrap(Layers())
     backward(model, 0)
     param = next(model.parameters())
     kept = param.grad
-    drop(model, optimizer)
+    drop(optimizer)
     with pytest.raises(pagoda.UsageError, match=r"gone.*clone\(\)"):
         param.grad = kept
     backward(model, 0)

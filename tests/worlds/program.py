@@ -340,7 +340,9 @@ class Program:
         if self.rules.mode == "during backward":
             return
         for layer, unit in enumerate(self.units):
-            for slot, (param, at) in enumerate(zip(self.model.layer(layer).parameters(), self.slots(layer), strict=True)):
+            for slot, (param, at) in enumerate(
+                zip(self.model.layer(layer).parameters(), self.slots(layer), strict=True)
+            ):
                 if not unit.has_gradient(at) or self.looks.random() < 0.5:
                     continue
                 found: torch.Tensor = param.grad.clone()  # type: ignore[union-attr]
@@ -350,7 +352,7 @@ class Program:
                 require(bool((found == wanted).all()), f"a gradient of layer {layer} is {_some(found)}, not {wanted}")
                 if self.looks.random() < 0.5:
                     continue
-                value = float(self.looks.randint(1, 9))
+                value = self.big * self.looks.randint(1, 9)
                 self.note("  writes gradient", layer, slot, value)
                 if self.looks.random() < 0.5:
                     param.grad = torch.full_like(found, value)
