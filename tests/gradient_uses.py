@@ -1,4 +1,4 @@
-"""What loops do with `param.grad` between backward and `step()`, and a loop that does it, with a wrapped model or without."""
+"""What loops do with `param.grad` between backward and `step()`, and a loop that does it, with Pagoda or without."""
 
 import copy
 import io
@@ -34,8 +34,9 @@ class Net(nn.Module):
 class Training:
     """A model and its optimizer, and what uses find."""
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: Any, optimizer: Any, ranks: tuple[int, ...] = (0,)) -> None:
+        """`ranks`: those whose batches this process has. Losses are their mean."""
+        self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.params: list[Any] = [*model.parameters()]
         self.random = torch.Generator().manual_seed(3)
         self.found: list[Any] = []
@@ -49,9 +50,9 @@ class Training:
         return torch.randn(like.shape, generator=self.random).to(like.dtype) * 1e-3
 
     def loss(self, number: int, without: int = -1) -> torch.Tensor:
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-        loss: torch.Tensor = self.model(x, without)
-        return loss
+        seeds = [torch.Generator().manual_seed(1000 * rank + number) for rank in self.ranks]
+        losses = [self.model(torch.randn(4, WIDTH, generator=seed), without) for seed in seeds]
+        return torch.stack(losses).mean()
 
 
 def each(change: Callable[[Any], object]) -> Callable[[Training], object]:
@@ -86,6 +87,13 @@ def decay(of: Training) -> None:
     for param in of.params:
         if param.grad is not None:
             param.grad.add_(param.detach(), alpha=0.1)
+
+
+def clip_by_hand(of: Training) -> None:
+    """As loops did it before torch had a function for it."""
+    total = sum(grad.detach().data.norm(2).item() ** 2 for grad in of.grads) ** 0.5
+    for grad in of.grads:
+        grad.data.mul_(min(1.0, 0.5 * LIMIT / (total + 1e-6)))
 
 
 def assign(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Training], None]:
@@ -206,9 +214,9 @@ def by_differentiation(of: Training) -> None:
 
 def saved(of: Training) -> Any:
     file = io.BytesIO()
-    torch.save({index: grad for index, grad in enumerate(of.grads)}, file)
+    torch.save(of.grads, file)
     file.seek(0)
-    return [*torch.load(file).values()]
+    return torch.load(file)
 
 
 READS: dict[str, Callable[[Training], Any]] = {
@@ -220,11 +228,11 @@ READS: dict[str, Callable[[Training], Any]] = {
     "joined": lambda of: torch.cat([g.view(-1) for g in of.grads]),
     "similarity": lambda of: nn.functional.cosine_similarity(of.grads[0].flatten(), of.grads[2].flatten(), dim=0),
     "histogram": lambda of: [torch.histc(g.float(), 8) for g in of.grads],
-    "largest": lambda of: [(g.flatten().topk(3), g.argmax(), g.max().item()) for g in of.grads],
+    "largest": lambda of: [(*g.flatten().topk(3), g.argmax(), g.max().item()) for g in of.grads],
     "parts": lambda of: [
         (g[0].clone(), g[-1:].sum(), g.T + 0, g.reshape(-1)[::2].abs(), g.unbind()[1] + 0) for g in of.grads
     ],
-    "python": lambda of: [(g.tolist(), len(g), g.numpy().sum(), [row.sum() for row in g]) for g in of.grads],
+    "python": lambda of: [(g.tolist(), len(g), g.numpy().sum().item(), [row.sum() for row in g]) for g in of.grads],
     "deep copies": lambda of: copy.deepcopy(of.grads),
     "files": saved,
     "with weights": lambda of: [(p * p.grad).sum() for p in of.params if p.grad is not None],
@@ -243,6 +251,7 @@ WRITES: dict[str, Callable[[Training], object]] = {
     "clamp": each(lambda grad: grad.clamp_(-1e-3, 1e-3)),
     "clip by value": lambda of: nn.utils.clip_grad_value_(of.params, 1e-3),
     "clip by value, one by one": lambda of: nn.utils.clip_grad_value_(of.params, 1e-3, foreach=False),
+    "clip by hand": clip_by_hand,
     "largest norm": lambda of: nn.utils.clip_grad_norm_(of.params, 1e3, norm_type=float("inf")),
     "centred": each(lambda grad: grad.copy_(grad - grad.mean())),
     "sign": assign(torch.sign),
@@ -282,6 +291,8 @@ WRITES: dict[str, Callable[[Training], object]] = {
 }
 """They change gradients. What training makes of them is compared."""
 
+ONE_NUMBER = {"number", "data", "clip by hand"}
+"""Uses that multiply gradients by one number. If they are clipped, too, the update multiplies by both at once."""
 ADD_ANOTHER = {"all zeroed", "changed, then added to"}
 """Uses in which another backward adds to gradients."""
 
@@ -299,29 +310,23 @@ def clip_exactly(params: Iterable[Any], limit: float) -> None:
         grad.mul_(limit / (norm + 1e-6))
 
 
-def train(
-    of: Training, use: str, clip: Callable[[], object] = lambda: None, passes: int = 1, steps: int = 3
-) -> list[Any]:
-    """Losses and weights of a few steps that make a use of gradients, and what it found."""
-    for step in range(steps):
+def train(of: Training, use: str, clip: Callable[[], object] = lambda: None, passes: int = 1) -> list[Any]:
+    """The weights after a few steps that make a use of gradients, and what it found."""
+    for step in range(3):
         for number in range(passes):
-            loss = of.loss(10 * step + number, without=step)
-            of.found.append(loss.item())
-            loss.backward()
+            of.loss(10 * step + number, without=step).backward()
         USES[use](of)
         clip()
         of.optimizer.step()
         of.optimizer.zero_grad()
-    return [*of.found, *of.model.state_dict().values()]
+    return [*of.found, *(param.detach().clone() for param in of.params)]
 
 
 def assert_alike(mine: Any, other: Any, where: str) -> None:
     """Equal to the bit, and of the same types."""
     if isinstance(other, torch.Tensor):
         assert mine.dtype is other.dtype, where
-        assert torch.equal(mine, other) or (
-            mine.isnan().any() and torch.equal(mine.nan_to_num(), other.nan_to_num())
-        ), where
+        assert torch.equal(mine, other), where
     elif isinstance(other, list | tuple):
         assert len(mine) == len(other), where
         for index, pair in enumerate(zip(mine, other, strict=True)):
@@ -330,9 +335,12 @@ def assert_alike(mine: Any, other: Any, where: str) -> None:
         assert mine == other, where
 
 
-def plainly(use: str, clips: bool = False, passes: int = 1) -> list[Any]:
+RULE: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
+"""Settings of SGD."""
+
+
+def plainly(use: str, clips: bool = False, passes: int = 1, ranks: tuple[int, ...] = (0,)) -> list[Any]:
     """As `train` does, without Pagoda."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5, weight_decay=0.25)
-    of = Training(model, optimizer)
+    of = Training(model, torch.optim.SGD(model.parameters(), **RULE), ranks)
     return train(of, use, partial(clip_exactly, of.params, LIMIT) if clips else lambda: None, passes)

@@ -386,8 +386,13 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "is not None",
             "schedule/test_schedule.py",
         ),
+        "a gradient that compute reads loses its buffer": (
+            " or self.in_use or self.lent",
+            " or self.in_use",
+            "schedule/test_schedule.py",
+        ),
         "gradients arrive in a buffer that an update reads": (
-            "or (record.in_use and record.made)",
+            "or (record.made and (record.in_use or record.lent))",
             "",
             "schedule/test_schedule.py",
         ),

@@ -22,7 +22,7 @@ TOO_LATE = (
 )
 
 
-class Reading(NamedTuple):
+class GradientCopy(NamedTuple):
     """A copy of a gradient."""
 
     values: torch.Tensor
@@ -75,6 +75,9 @@ class GradientValues:
         With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
         of all parameters.
         """
+        return self._accesses.turn.run(self._norm, unit, slot)
+
+    def _norm(self, unit: LiveUnit, slot: int) -> float:
         gradient = self._gradients.latest(unit)
         if gradient is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
@@ -102,11 +105,11 @@ class GradientValues:
 
     # --- with values ---
 
-    def read(self, unit: LiveUnit, slot: int, asked_by: str) -> Reading:
+    def read(self, unit: LiveUnit, slot: int, asked_by: str) -> GradientCopy:
         """A copy of a gradient, as plain PyTorch has it."""
         return self._accesses.turn.run(self._read, unit, slot, asked_by)
 
-    def _read(self, unit: LiveUnit, slot: int, asked_by: str) -> Reading:
+    def _read(self, unit: LiveUnit, slot: int, asked_by: str) -> GradientCopy:
         with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
             gradient = self._gradients.get(unit)
             assert gradient is not None, "a marker stands for it"
@@ -116,19 +119,22 @@ class GradientValues:
             return self._shown(unit, slot, kept.to(unit.blanks[slot].device))
 
     def write(
-        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: Reading | None = None
+        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: GradientCopy | None = None
     ) -> None:
         """Let `values`, in the shape and dtype of the parameter, be its gradient. `reading`: what they were made of.
         Elements that are still the same keep the precision that pages have."""
         self._accesses.turn.run(self._write, unit, slot, values, asked_by, reading)
 
-    def _write(self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: Reading | None) -> None:
+    def _write(
+        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: GradientCopy | None
+    ) -> None:
         dtype, scale = self._gradients.dtype(unit), self._scaler.scale
         with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
-            flat = unit.stored(slot, values.detach().to_dense()).reshape(-1)
+            values = values.detach() if values.layout is torch.strided else values.detach().to_dense()
+            flat = unit.stored(slot, values).reshape(-1)
             if flat.dtype is not dtype or scale != 1:
                 flat = flat.float() * scale
-            if reading is not None and reading.before is not None:
+            if reading is not None and reading.before is not None and reading.precise is not None:
                 same = unit.stored(slot, values == reading.before).reshape(-1)
                 flat = torch.where(same, reading.precise, flat)
             gradient = self._gradients.open(unit)
@@ -164,7 +170,7 @@ class GradientValues:
             reading = self.read(unit, slot, "a backward after a multiplication of param.grad")
             self.write(unit, slot, reading.values, "a backward after a multiplication of param.grad", reading)
 
-    def _shown(self, unit: LiveUnit, slot: int, kept: torch.Tensor) -> Reading:
+    def _shown(self, unit: LiveUnit, slot: int, kept: torch.Tensor) -> GradientCopy:
         dtype, scale, factor = unit.blanks[slot].dtype, self._scaler.scale, self.factor(unit, slot)
         in_pages = kept.dtype is dtype and scale == 1
         flat = kept if in_pages else (kept.float() / scale).to(dtype)
@@ -173,8 +179,8 @@ class GradientValues:
         stored = flat.view(unit.spec.slots[slot].param.shape)
         values = unit.as_param(slot, unit.shown(slot, stored))
         if in_pages:
-            return Reading(values, None, None)
-        return Reading(values, values.clone(), kept.float() * factor)
+            return GradientCopy(values, None, None)
+        return GradientCopy(values, values.clone(), kept.float() * factor)
 
     @contextmanager
     def _alone(self, unit: LiveUnit, slot: int, asked_by: str) -> Iterator[None]:

@@ -203,6 +203,8 @@ class ModelHooks:
                     unit.mark(slot)
                 else:
                     self._engine.stepper.mark(unit, slot)
+                if grad.requires_grad:  # whoever wants its graph is told that it is gone
+                    unit.markers[slot].requires_grad_()
                 grad = grad.to_dense()  # an embedding with sparse=True gives a sparse one
             self._engine.stepper.on_gradient(unit, slot, unit.stored(slot, grad), adds)
 
@@ -230,7 +232,11 @@ class ModelHooks:
         catch()
         trained = param.requires_grad
         param.requires_grad_(True)  # torch refuses hooks on frozen parameters, which may be unfrozen later
+        others: dict[int, Any] = param._post_accumulate_grad_hooks or {}
         self._catches.append(param.register_post_accumulate_grad_hook(_weakly(after)))  # type: ignore[no-untyped-call]
+        if not self._engine.accesses.plan.options.update_during_backward:
+            for key in [*others][:-1]:  # the user's own hooks come later, and find what all backwards have added up
+                others[key] = others.pop(key)
         param.requires_grad_(trained)
 
 

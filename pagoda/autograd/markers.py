@@ -13,7 +13,21 @@ import torch
 from pagoda.autograd.gradient_values import GradientValues, is_power_of_two
 from pagoda.autograd.uses import EXPORTS, hidden_again, one_by_one, replaced
 from pagoda.errors import UsageError
-from pagoda.parameters.hidden import GRADIENT, MOVED, READS_FIRST, Hidden, hidden_in, hide, root_of, viewed
+from pagoda.mesh.dtensors import DTensorForm
+from pagoda.parameters.hidden import (
+    GRADIENT,
+    MOVED,
+    READS_FIRST,
+    Hidden,
+    hidden_in,
+    hide,
+    hide_part,
+    name_of,
+    root_of,
+    undetached,
+    viewed,
+    without_graph,
+)
 from pagoda.parameters.unit import LiveUnit
 
 if TYPE_CHECKING:
@@ -37,7 +51,8 @@ class MarkedGradient:
         if `to_write`, at least what `param.grad` shows."""
         unit, stepper = self._unit(), self._stepper()
         if unit is not None and stepper is not None and unit.markers[self._slot] is marker:
-            if self._slot in unit.marked or (to_write and unit.params[self._slot].grad is marker):
+            exists = self._slot in unit.marked or (to_write and unit.params[self._slot].grad is marker)
+            if exists:
                 return stepper.values, unit, self._slot
         raise UsageError(
             f"{asked_by}() was called on a gradient that is gone: optimizer.step() has used it, or it was set to None. "
@@ -70,9 +85,13 @@ class MarkedGradient:
         return _call_on_copies(func, name, args, kwargs)
 
 
-def marker(blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: "Stepper") -> torch.Tensor:
+def marker(blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: "Stepper") -> Any:
     """A marker with the shape of `blank`, for the gradient of a unit's parameter that arrives now."""
-    made: Any = hide(blank, f"{unit.name(slot)}.grad")
+    made: Any = blank.detach()
+    name = f"{unit.name(slot)}.grad"
+    if isinstance(unit.forms[slot], DTensorForm):
+        hide_part(made._local_tensor, made, name)
+    hide(made, name)
     setattr(made, GRADIENT, MarkedGradient(unit, slot, stepper))
     return made
 
@@ -81,6 +100,9 @@ def _call_on_copies(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     """Call a function with copies of the gradients. What it has changed is written back."""
     used = args[:1] if name in READS_FIRST else (args, kwargs)
     leaves = [leaf for leaf in hidden_in(used) if _home(leaf) is not None]
+    for leaf in leaves if torch.is_grad_enabled() else ():
+        if leaf.requires_grad:
+            raise UsageError(without_graph(name_of(leaf)))
     homes = {root: _home(root).open(root, name) for root in map(root_of, leaves)}
     readings = {root: values.read(unit, slot, f"{name}()") for root, (values, unit, slot) in homes.items()}
     given = {id(leaf): viewed(leaf, readings[root_of(leaf)].values) for leaf in leaves}
@@ -101,8 +123,8 @@ def _home(tensor: Any) -> Any:
 
 
 def _is_whole(tensor: Any) -> bool:
-    """Whether a tensor is a marker, and not a view of one."""
-    return isinstance(tensor, Hidden) and GRADIENT in vars(tensor)
+    """Whether a tensor is a marker, and not a view of a part of one."""
+    return isinstance(tensor, Hidden) and GRADIENT in vars(undetached(tensor))
 
 
 def _is_known(of: Any) -> bool:
@@ -121,12 +143,12 @@ def _norms(of: Any, asked_by: str) -> Any:
     """The norm of a marker, or of each tensor in a list, in float64, because it is known with that precision."""
     if not isinstance(of, torch.Tensor):
         return [_norms(each, asked_by) if _is_whole(each) else each.norm() for each in of]
-    values, unit, slot = _home(of).open(of, asked_by)
+    values, unit, slot = _home(of).open(root_of(of), asked_by)
     return torch.tensor(values.norm(unit, slot), dtype=torch.float64, device=unit.blanks[slot].device)
 
 
 def _is_number(by: Any, asked_by: str) -> bool:
-    """Whether a function multiplies by one number. The update does not divide: `x / 3` has other bits than `x * (1 / 3)`."""
+    """Whether a function multiplies by one number. Updates do not divide: x / 3 has other bits than x * (1 / 3)."""
     if not isinstance(by, int | float) and not (type(by) is torch.Tensor and by.dim() == 0 and not by.is_complex()):
         return False
     return asked_by not in _QUOTIENTS or is_power_of_two(float(by))
@@ -138,7 +160,7 @@ def _multiply(what: Any, by: Any, asked_by: str) -> Any:
         if not _is_whole(each):
             each.mul_(factor)
             continue
-        values, unit, slot = _home(each).open(each, asked_by)
+        values, unit, slot = _home(each).open(root_of(each), asked_by)
         if not values.scale(unit, slot, factor):
             _call_on_copies(torch.Tensor.mul_, asked_by, (each, factor), {})
     return what
@@ -146,7 +168,7 @@ def _multiply(what: Any, by: Any, asked_by: str) -> Any:
 
 def _zero(whole: Any) -> Any:
     """Let a gradient be zero, also one that a step has used: then the next step applies a gradient of zeros."""
-    values, unit, slot = _home(whole).open(whole, "zero_", to_write=True)
+    values, unit, slot = _home(whole).open(root_of(whole), "zero_", to_write=True)
     zeros = torch.zeros(unit.spec.slots[slot].param.shape, dtype=unit.blanks[slot].dtype)
     values.write(unit, slot, unit.as_param(slot, unit.shown(slot, zeros)), "zero_()")
     unit.mark(slot)

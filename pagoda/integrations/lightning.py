@@ -362,9 +362,12 @@ class PagodaFabricStrategy(_Strategy, fabric.Strategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip by the 2-norm. Returns the norm before clipping."""
+        """Clip by a norm. Returns the norm before clipping."""
         if norm_type != 2:
-            raise ConfigError(f"norm_type is {norm_type}; gradients in pages can be clipped only by the 2-norm.")
+            clipped: torch.Tensor = super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+            return clipped
         return torch.tensor(self.optimizer_in_pages.clip_grad_norm_(max_norm))
 
     def save_checkpoint(

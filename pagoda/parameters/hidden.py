@@ -48,6 +48,8 @@ _VIEW_METHODS = frozenset(
 )
 """What always gives a view, or the tensor itself. Whether another function does, its result shows."""
 
+_DETACHES = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+
 _REFUSED = frozenset({"__dlpack__", "__reduce_ex__", "as_strided", "resize_", "resize_as_", "set_", "storage"})
 """Functions that would keep, replace or look around in the memory of the values, which other weights use too."""
 
@@ -196,6 +198,13 @@ def viewed(tensor: Any, values: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def undetached(tensor: Any) -> Any:
+    """A hidden tensor, or the one of which it is all by `detach()` or `data`."""
+    while (view := vars(tensor).get(_VIEW)) is not None and view.func in _DETACHES:
+        tensor = view.of
+    return tensor
+
+
 def root_of(tensor: Any) -> Any:
     """The parameter that a hidden tensor is, or is a view of."""
     while (view := vars(tensor).get(_VIEW)) is not None:
@@ -247,6 +256,8 @@ _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward)
 def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differentiate by hidden parameters, through the edges of the graph that lead to them. Whatever runs in backward,
     such as a checkpoint, must find parameters hidden as ever."""
+    for gradient in filter(is_gradient, hidden_in((args, kwargs))):
+        raise UsageError(without_graph(name_of(gradient)))
     edge: Any = torch.autograd.graph.get_gradient_edge
     with as_plain():
         on_edges, options = tree_map(lambda leaf: edge(leaf) if isinstance(leaf, Hidden) else leaf, (args, kwargs))
@@ -310,6 +321,14 @@ def unseen(name: str, what: str) -> str:
     )
 
 
+def without_graph(name: str) -> str:
+    """The error message for a gradient whose graph is asked for."""
+    return (
+        f"{name!r} is asked for as a part of a graph, but pages have its values alone. Use torch.autograd.grad(loss, "
+        "params, create_graph=True), or for the values, param.grad.detach()."
+    )
+
+
 def write_instead(name: str) -> str:
     """How to write a parameter, for errors."""
     return (
@@ -320,6 +339,11 @@ def write_instead(name: str) -> str:
 
 def _refuse(what: str, args: Any) -> NoReturn:
     name = next(map(name_of, hidden_in(args)), "?")
+    if any(map(is_gradient, hidden_in(args))):
+        raise UsageError(
+            f"{name!r} {what}: its values are in pages, whose memory other values use too. Use param.grad.clone(), and "
+            "write with copy_()."
+        )
     raise UsageError(
         f"Parameter {name!r} {what}: its weights are in pages, whose memory other weights use too. To read it, use "
         f"param.clone(). {write_instead(name)} Its dtype is wrap(precision=...)'s, and its device memory.device's. To "

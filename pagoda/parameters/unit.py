@@ -174,8 +174,9 @@ class LiveUnit:
         wholes = [nan.expand(slot.param.shape) for nan, slot in zip(nans, spec.slots, strict=True)]
         self.placeholders = [self.shown(slot, whole) for slot, whole in enumerate(wholes)]
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
-        self.blanks = [nan.expand(param.shape) for nan, param in zip(nans, params, strict=True)]
-        """The placeholders in the shapes of the whole parameters."""
+        blanks = [nan.expand(slot.param.shape) for nan, slot in zip(nans, spec.slots, strict=True)]
+        self.blanks = [self.as_param(slot, self.shown(slot, blanks[slot])) for slot in range(self.trainable)]
+        """Placeholders of the trainable parameters' gradients."""
 
     @property
     def index(self) -> int:

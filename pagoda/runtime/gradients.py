@@ -285,12 +285,8 @@ class GradientBuffers:
         def store() -> None:
             sums = []
             for first, part in self._parts(unit, slot):
-                borders = {
-                    part.start,
-                    part.stop,
-                    *(min(max(at, part.start), part.stop) for at in (mine.start, mine.stop)),
-                }
-                for start, stop in itertools.pairwise(sorted(borders)):
+                inside = (at for at in (mine.start, mine.stop) if part.start < at < part.stop)
+                for start, stop in itertools.pairwise((part.start, *inside, part.stop)):
                     into = gradient.buffer[part.at + start - part.start :][: stop - start]
                     given = values[first + start - part.start :][: stop - start]
                     if on_device:

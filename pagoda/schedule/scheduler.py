@@ -116,7 +116,7 @@ class Scheduler:
         self._pump()
 
     def lend_gradient(self, unit: int, lent: bool) -> None:
-        """Compute reads the gradient of this step of a unit, once `gradient_is_here`, until it is not `lent` any more."""
+        """Compute reads a unit's gradient of this step, once `gradient_is_here`, until it is not `lent` any more."""
         self.gradients.lend(unit, lent)
         self._pump(ranks_agree=False)
 

@@ -1,11 +1,12 @@
 """Between backward and `step()`, gradients are read and written like tensors, with the bits of plain PyTorch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gradient_uses import ADD_ANOTHER, LIMIT, USES, Net, Training, assert_alike, plainly, train
+from gradient_uses import ADD_ANOTHER, LIMIT, ONE_NUMBER, RULE, USES, Net, Training, assert_alike, plainly, train
 from runtime.conftest import Wrap
 
 import pagoda
@@ -22,7 +23,7 @@ def places(path: Path) -> dict[str, pagoda.Memory]:
 
 
 def rule() -> Any:
-    return pagoda.Optim(torch.optim.SGD, lr=0.125, momentum=0.5, weight_decay=0.25)
+    return pagoda.Optim(torch.optim.SGD, **RULE)
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
@@ -33,15 +34,87 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("place", ["ram", "ssd", "device"])
+def cases() -> Iterator[Any]:
+    """Every use in every setting and place. Each use once is not slow."""
+    combinations = [(place, setting) for setting in SETTINGS for place in ("ssd", "ram", "device")]
+    for index, use in enumerate(USES):
+        for number, (place, setting) in enumerate(combinations):
+            if use in {"announced": ADD_ANOTHER, "clipped": ONE_NUMBER}.get(setting, ()):
+                continue  # more backwards than announced; or two factors: the last bits are those of their product
+            marks = () if number == index % len(combinations) else pytest.mark.slow
+            yield pytest.param(place, setting, use, marks=marks, id=f"{use}-{place}-{setting}")
+
+
+@pytest.mark.parametrize(("place", "setting", "use"), cases())
 def test_every_use_of_a_gradient_has_the_bits_of_torch_alone(
     place: str, setting: str, use: str, wrap: Wrap, tmp_path: Path
 ) -> None:
     options, passes = SETTINGS[setting]
-    if use in {"announced": ADD_ANOTHER, "clipped": {"number"}}.get(setting, ()):
-        pytest.skip("more backwards than announced, or two factors: the last bits are those of their product")
     model, optimizer = wrap(Net(), places(tmp_path)[place], rule=rule(), precision="fp32", **options)
     found = train(Training(model, optimizer), use, passes=passes)
     assert_alike(found, plainly(use, setting == "clipped", passes), use)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before-wrap", "after-wrap"])
+def test_hooks_after_accumulation_find_the_sum_and_may_change_it(early: bool, wrap: Wrap) -> None:
+    runs = []
+    for paged in (False, True):
+        model: Any = Net()
+        seen: list[float] = []
+
+        def hook(param: Any, seen: list[float] = seen) -> None:
+            seen.append(param.grad.abs().sum().item())
+            param.grad.clamp_(-1e-3, 1e-3)
+
+        def register(model: Any, hook: Any = hook) -> None:
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(hook)
+
+        if early or not paged:
+            register(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), **RULE)
+        if paged:
+            model, optimizer = wrap(model, rule=rule(), precision="fp32")
+        if paged and not early:
+            register(model)
+        runs.append((train(Training(model, optimizer), "noise", passes=2), seen))
+    assert_alike(*runs, "hooks")
+
+
+def test_gradients_that_have_a_graph_are_refused_as_a_part_of_one(wrap: Wrap) -> None:
+    """A penalty of them in the loss would have no effect."""
+    model, _ = wrap(Net(), rule=rule(), precision="fp32")
+    Training(model, None).loss(0).backward(create_graph=True)
+    param = next(model.parameters())
+    assert param.grad.requires_grad
+    for use in (lambda: param.grad.norm(), lambda: torch.autograd.grad(param.grad, param, torch.ones_like(param))):
+        with pytest.raises(pagoda.UsageError, match=r"layers\.0\.weight\.grad.*torch\.autograd\.grad"):
+            use()
+    assert param.grad.detach().norm() > 0
+    with torch.no_grad():
+        assert param.grad.norm() > 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "gradients"), [("bf16", None), ("bf16", "fp32"), ("fp16", None)], ids=["bf16", "bf16-fp32", "fp16"]
+)
+def test_gradients_in_16_bits_are_those_of_torch_alone_and_what_is_not_written_keeps_its_precision(
+    precision: Any, gradients: Any, wrap: Wrap
+) -> None:
+    """Also where pages have them in fp32, or scaled by the loss scale."""
+    mixed = pagoda.MixedPrecision(precision, gradients=gradients, loss_scale=1024.0 if precision == "fp16" else None)
+    model, optimizer = wrap(Net(), rule=rule(), precision=mixed)
+    plain = Net().to(torch.bfloat16 if precision == "bf16" else torch.float16)
+    optimizer.scale(Training(model, None).loss(0)).backward()
+    Training(plain, None).loss(0).backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad.dtype is other.grad.dtype
+        torch.testing.assert_close(param.grad.clone(), other.grad, rtol=1e-2, atol=1e-4)
+    twin, steps = wrap(Net(), rule=rule(), precision=mixed)
+    steps.scale(Training(twin, None).loss(0)).backward()
+    for mine in model.parameters():
+        mine.grad[0] = mine.grad[0] + 0
+    for stepped in (optimizer, steps):
+        stepped.step()
+    for one, two in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(one, two)

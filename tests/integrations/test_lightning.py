@@ -113,6 +113,21 @@ def test_callbacks_that_copy_weights_are_refused_before_training(pages: Any, tmp
         fitted(tmp_path, Module(), pages(), callbacks=[averaging])
 
 
+def test_clipped_by_value_it_has_the_bits_of_lightnings_own_strategy(pages: Any, tmp_path: Path) -> None:
+    """And a callback that logs norms finds the same."""
+    found: list[Any] = []
+
+    class Log(lightning.pytorch.callbacks.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            norms = lightning.pytorch.utilities.grad_norm(module, norm_type=1)
+            found.append({name: float(norm) for name, norm in norms.items()})
+
+    settings = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "max_steps": 3}
+    losses = [fitted(tmp_path, Module(), how, callbacks=[Log()], **settings) for how in (pages(), "auto")]
+    assert losses[0] == losses[1]
+    assert found[:3] == found[3:]
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_clipped_and_in_16_bits_it_is_near_lightnings_own(precision: str, pages: Any, tmp_path: Path) -> None:
     settings = {"gradient_clip_val": 0.1, "precision": precision}

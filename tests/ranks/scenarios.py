@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gradient_uses
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -793,6 +794,41 @@ def use_weights_anywhere(out: Path, stage: int, ssd: bool) -> dict[str, Any]:
     weights = joined(model.state_dict())
     optimizer.close()
     return {"weights": weights, "average": dict(enumerate(average)), "penalties": penalties}
+
+
+def use_gradients(out: Path, uses: list[str], stage: int, ssd: bool, clips: bool, passes: int) -> dict[str, list[Any]]:
+    """What training with each use of gradients gives."""
+    host, unit = ("88KiB", f"{out}:4MiB") if ssd else ("4MiB", None)
+    memory = pagoda.Memory(host=host, ssd=unit, page_size=PAGE, unit_limit="3KiB")
+    found = {}
+    for use in uses:
+        rule, mesh = pagoda.Optim(torch.optim.SGD, **gradient_uses.RULE), pagoda.open_mesh(stage=stage)
+        clip = {"clip_grad_norm": gradient_uses.LIMIT} if clips else {}
+        model, optimizer = pagoda.wrap(gradient_uses.Net(), rule, memory=memory, mesh=mesh, precision="fp32", **clip)
+        with optimizer:
+            found[use] = gradient_uses.train(
+                gradient_uses.Training(model, optimizer, (place()[0],)), use, passes=passes
+            )
+    return found
+
+
+def read_gradients_alone(out: Path, how: str) -> str:
+    """The error of a rank that reads or writes a gradient while the other goes on."""
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
+
+    def go_on() -> None:
+        model(torch.ones(2, 8), both=True).backward()
+        if place()[0] == 0 and how == "read":
+            model.first.weight.grad.sum()
+        elif place()[0] == 0:
+            model.first.weight.grad = torch.ones_like(model.first.weight)
+        optimizer.step()
+
+    error = refusal(go_on)
+    with suppress(Exception):
+        optimizer.close()
+    return error
 
 
 def write_alone(out: Path) -> str:

@@ -5,6 +5,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from zoo import PAGE, RESIDENT, assert_equal, losses_of
 import pagoda
 
 from .conftest import Wrap
-from .loops import WIDTH, Layers, backward
+from .loops import WIDTH, Layers, backward, layers
 
 SMALL_UNITS = pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=PAGE)
 ARENA = pagoda.Memory(host="64MiB", device="cpu:8MiB", unit_limit="16KiB", page_size=PAGE)
@@ -107,43 +108,28 @@ def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memor
 # --- gradients by hand --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_gradient_that_was_dropped_cannot_be_put_back(again: bool, wrap: Wrap) -> None:
-    """Neither to be used as it is, nor for another to be added to it."""
+@pytest.mark.parametrize("drop", [lambda optimizer: optimizer.zero_grad(), lambda optimizer: optimizer.step()])
+def test_a_gradient_that_was_dropped_or_used_cannot_be_put_back(drop: Any, wrap: Wrap) -> None:
     model, optimizer = wrap(Layers())
-    before = model.state_dict()
     backward(model, 0)
     param = next(model.parameters())
     kept = param.grad
-    optimizer.zero_grad()
-    param.grad = kept
-    with pytest.raises(pagoda.UsageError, match="put back after it was dropped"):
-        backward(model, 0) if again else optimizer.step()
-    optimizer.zero_grad()
-    assert_equal(model.state_dict(), before)
-
-
-@pytest.mark.parametrize("when", ["in-place-of-backward", "before-backward", "after-backward"])
-def test_a_gradient_that_was_set_by_hand_is_refused(when: str, wrap: Wrap) -> None:
-    model, optimizer = wrap(Layers())
-    param = next(model.parameters())
-
-    def step() -> None:
-        if when != "after-backward":
-            param.grad = torch.ones_like(param)
-        if when != "in-place-of-backward":
-            backward(model, 0)
-        if when == "after-backward":
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-
-    before = model.state_dict()
-    with pytest.raises(pagoda.UsageError, match="set by hand"):
-        step()
-    optimizer.zero_grad()
-    assert_equal(model.state_dict(), before)
+    drop(optimizer)
+    with pytest.raises(pagoda.UsageError, match=r"gone.*clone\(\)"):
+        param.grad = kept
     backward(model, 0)
     optimizer.step()
+
+
+def test_a_gradient_that_was_set_where_weights_are_in_memory_is_one_like_others(wrap: Wrap) -> None:
+    models = [wrap(layers()), wrap(layers())]
+    for index, (model, optimizer) in enumerate(models):
+        backward(model, 0)
+        param = next(model.parameters())
+        with pagoda.gathered(param) if index else nullcontext():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert_equal(models[0][0].state_dict(), models[1][0].state_dict())
 
 
 # --- copies -------------------------------------------------------------------------------------------------

@@ -71,6 +71,38 @@ def test_gradients_that_ranks_have_yet_to_add_up_leave_room_for_those_of_other_r
     assert units_of(Kind.UPDATE, end_all(scheduler)) == [0, 1, 2, 3]
 
 
+def test_a_gradient_that_compute_reads_is_brought_back_and_keeps_its_buffer_until_it_has_read_it() -> None:
+    units = [UnitPlan(buffer_pages=1) for _ in range(4)]
+    scheduler = Scheduler(SchedulePlan(units, plan(frames=0).trace, buffer_pool=1))
+    for unit in (0, 1):  # the second takes the buffer of the first, which is on SSD
+        scheduler.gradient(unit, complete=True, last=False)
+        end_all(scheduler)
+    scheduler.lend_gradient(0, True)
+    assert not scheduler.gradient_is_here(0)
+    assert units_of(Kind.RELOAD, end_all(scheduler)) == [0]
+    assert scheduler.gradient_is_here(0)
+    for unit in (0, 2):  # one is added to it, one needs its buffer
+        scheduler.gradient(unit, complete=True, last=False)
+        assert units_of(Kind.OFFLOAD, end_all(scheduler)) == []
+    scheduler.lend_gradient(0, False)
+    assert units_of(Kind.OFFLOAD, end_all(scheduler)) == [0, 2]
+
+
+def test_reading_a_gradient_keeps_a_speculative_update_and_writing_one_undoes_it() -> None:
+    for writes in (False, True):
+        scheduler = Scheduler(plan(frames=4, speculated=True))
+        scheduler.gradient(0, complete=True, last=True)
+        end_all(scheduler)
+        scheduler.lend_gradient(0, True)
+        scheduler.lend_gradient(0, False)
+        assert units_of(Kind.UNDO, end_all(scheduler)) == []
+        if writes:
+            scheduler.gradient(0, complete=True, last=False)
+            assert units_of(Kind.UNDO, end_all(scheduler)) == [0]
+        scheduler.end_step()
+        assert units_of(Kind.UPDATE, end_all(scheduler)) == ([0] if writes else [])
+
+
 def run_first(scheduler: Scheduler) -> list[Operation]:
     scheduler.access(Access(0, Phase.FORWARD))
     return scheduler.take()

@@ -53,6 +53,8 @@ class Program:
         self.threads, self.drive, self.note = world.threads, world.drive, partial(world.note, rank)
         self.rng = Random(world.seed)
         """Decides what programs do. They do the same on every rank."""
+        self.looks = Random(f"gradients {world.seed}")
+        """Decides what programs do with gradients. They do the same on every rank."""
         self.own = Random(f"{world.seed} {rank}")
         """Decides what differs between ranks."""
         kind = QueuedDevice if rules.queued else SlowDevice
@@ -337,6 +339,31 @@ class Program:
                 self.world.network.meet()
         self.rng = shared
 
+    def use_gradients(self) -> None:
+        """Read some gradients, and write others."""
+        if self.rules.mode == "during backward":
+            return
+        for layer, unit in enumerate(self.units):
+            for slot, (param, at) in enumerate(
+                zip(self.model.layer(layer).parameters(), self.slots(layer), strict=True)
+            ):
+                if not unit.has_gradient(at) or self.looks.random() < 0.5:
+                    continue
+                found: torch.Tensor = param.grad.clone()  # type: ignore[union-attr]
+                of_ranks = self.world.given[self.attempt, layer, slot]
+                wanted = sum(of_ranks.values()) / self.rules.ranks
+                self.world.network.meet()  # else others may have more
+                require(bool((found == wanted).all()), f"a gradient of layer {layer} is {_some(found)}, not {wanted}")
+                if self.looks.random() < 0.5:
+                    continue
+                value = self.big * self.looks.randint(1, 9)
+                self.note("  writes gradient", layer, slot, value)
+                if self.looks.random() < 0.5:
+                    param.grad = torch.full_like(found, value)
+                else:
+                    param.grad.fill_(value)  # type: ignore[union-attr]
+                of_ranks[self.rank] = value
+
     def some_layers(self, model: Model, x: torch.Tensor) -> torch.Tensor:
         """A forward that uses some layers, one of which is trained."""
         trained = self.rng.choice(self.rules.trained or [0])
@@ -378,6 +405,8 @@ class Program:
         try:
             for _ in range(passes):
                 self.a_pass_apart() if apart else self.a_pass()
+                if not apart and self.looks.random() < 0.2:
+                    self.use_gradients()
         except InterruptionError:
             self.note("interrupted")
             self.drop()
