@@ -329,17 +329,20 @@ def test_a_manifest_with_values_that_cannot_be_used_is_refused(saved: Path, tmp_
     assert_refused_untouched(run, copy, "random number generators cannot be restored")
 
 
-def test_weights_of_another_dtype_or_of_several_are_refused_and_no_file_stays_open(saved: Path, tmp_path: Path) -> None:
+def test_weights_of_another_dtype_and_moments_of_several_are_refused_and_no_file_stays_open(
+    saved: Path, tmp_path: Path
+) -> None:
     run = Run(LLAMA, RESIDENT)
     shutil.copytree(saved, tmp_path / "other")
     shutil.copytree(saved, tmp_path / "several")
-    weights = safetensors.torch.load_file(saved / "weight.safetensors")
-    others = {name: weight.float() for name, weight in weights.items()}
+    weights, moments = (safetensors.torch.load_file(saved / f"{of}.safetensors") for of in ("weight", "exp_avg"))
     name = "model.norm.weight"
+    others = {**weights, name: weights[name].float()}
     safetensors.torch.save_file(others, tmp_path / "other" / "weight.safetensors")
-    safetensors.torch.save_file({**weights, name: others[name]}, tmp_path / "several" / "weight.safetensors")
+    several = {**moments, name: moments[name].bfloat16()}
+    safetensors.torch.save_file(several, tmp_path / "several" / "exp_avg.safetensors")
     opened = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(pagoda.CheckpointError, match=r"its weight is \['torch\.bfloat16', 'torch\.float32'\]"):
+    with pytest.raises(pagoda.CheckpointError, match=r"its exp_avg is \['torch\.bfloat16', 'torch\.float32'\]"):
         run.load(tmp_path / "several")
     assert len(os.listdir("/proc/self/fd")) == opened
     message = r"among its weight is torch\.float32 of shape .*, but torch\.bfloat16 of shape .* in the model"
