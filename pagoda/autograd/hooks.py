@@ -230,7 +230,7 @@ class ModelHooks:
         catch()
         trained = param.requires_grad
         param.requires_grad_(True)  # torch refuses hooks on frozen parameters, which may be unfrozen later
-        others: dict[int, Any] = param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+        others: dict[int, Any] = param._post_accumulate_grad_hooks or {}
         self._catches.append(param.register_post_accumulate_grad_hook(_weakly(after)))  # type: ignore[no-untyped-call]
         if not self._engine.accesses.plan.options.update_during_backward:
             for key in [*others][:-1]:  # the user's own hooks come later, and find what all backwards have added up

@@ -87,10 +87,9 @@ class MarkedGradient:
 
 def marker(blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: "Stepper") -> torch.Tensor:
     """A marker with the shape of `blank`, for the gradient of a unit's parameter that arrives now."""
-    made: Any = blank.detach()
-    name = f"{unit.name(slot)}.grad"
-    if isinstance(unit.forms[slot], DTensorForm):
-        hide_part(made._local_tensor, made, name)
+    made, name, form = blank.detach(), f"{unit.name(slot)}.grad", unit.forms[slot]
+    if isinstance(form, DTensorForm):
+        hide_part(form.held(made), made, name)
     hide(made, name)
     setattr(made, GRADIENT, MarkedGradient(unit, slot, stepper))
     return made
