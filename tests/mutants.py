@@ -357,6 +357,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "schedule/records.py": {
+        "a gradient that compute reads loses its buffer": (
+            " or self.in_use or self.lent",
+            " or self.in_use",
+            "schedule/test_schedule.py",
+        ),
         "weights are read before all ranks' parts are there": (
             "self.newest < self.version or bool(self.sharing)",
             "self.newest < self.version",
@@ -389,13 +394,6 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "gradients arrive in a buffer that an update reads": (
             "or (record.made and (record.in_use or record.lent))",
             "",
-            "schedule/test_schedule.py",
-        ),
-    },
-    "schedule/records.py": {
-        "a gradient that compute reads loses its buffer": (
-            " or self.in_use or self.lent",
-            " or self.in_use",
             "schedule/test_schedule.py",
         ),
     },

@@ -110,11 +110,20 @@ def test_gradients_in_16_bits_are_those_of_torch_alone_and_what_is_not_written_k
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.grad.dtype is other.grad.dtype
         torch.testing.assert_close(param.grad.clone(), other.grad, rtol=1e-2, atol=1e-4)
+    optimizer.zero_grad()
     twin, steps = wrap(Net(), rule=rule(), precision=mixed)
-    steps.scale(Training(twin, None).loss(0)).backward()
-    for mine in model.parameters():
-        mine.grad[0] = mine.grad[0] + 0
-    for stepped in (optimizer, steps):
+    for param in twin.parameters():
+        param.register_hook(lambda grad: grad.clone().index_fill_(0, torch.tensor([0]), 0))
+    for module, stepped in ((model, optimizer), (twin, steps)):
+        for number in range(2):
+            stepped.scale(Training(module, None).loss(number) * 2.0**-12).backward()
+        for param in model.parameters() if module is model else ():
+            assert param.grad is not None
+            param.grad[0] = 0
         stepped.step()
-    for one, two in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+    masters = [
+        [state["momentum_buffer"] for state in each.state_dict()["state"].values()] for each in (optimizer, steps)
+    ]
+    for one, two in zip(*masters, strict=True):
         assert torch.equal(one, two)
+        assert one.abs().sum() > 0
