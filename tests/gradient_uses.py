@@ -47,11 +47,12 @@ class Training:
         return [param.grad for param in self.params if param.grad is not None]
 
     def noise(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.randn(like.shape, generator=self.random).to(like.dtype) * 1e-3
+        return torch.randn(like.shape, generator=self.random).to(like.device, like.dtype) * 1e-3
 
     def loss(self, number: int, without: int = -1) -> torch.Tensor:
         seeds = [torch.Generator().manual_seed(1000 * rank + number) for rank in self.ranks]
-        losses = [self.model(torch.randn(4, WIDTH, generator=seed), without) for seed in seeds]
+        device = self.params[0].device
+        losses = [self.model(torch.randn(4, WIDTH, generator=seed).to(device), without) for seed in seeds]
         return torch.stack(losses).mean()
 
 
@@ -339,8 +340,10 @@ RULE: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
 """Settings of SGD."""
 
 
-def plainly(use: str, clips: bool = False, passes: int = 1, ranks: tuple[int, ...] = (0,)) -> list[Any]:
+def plainly(
+    use: str, clips: bool = False, passes: int = 1, ranks: tuple[int, ...] = (0,), device: str = "cpu"
+) -> list[Any]:
     """As `train` does, without Pagoda."""
-    model = Net()
+    model = Net().to(device)
     of = Training(model, torch.optim.SGD(model.parameters(), **RULE), ranks)
     return train(of, use, partial(clip_exactly, of.params, LIMIT) if clips else lambda: None, passes)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,10 +28,8 @@ class GradientCopy(NamedTuple):
 
     values: torch.Tensor
     """As `param.grad` is in plain PyTorch. It may be changed."""
-    before: torch.Tensor | None
-    """The same, not to be changed, if pages have the gradient in another form."""
-    precise: torch.Tensor | None
-    """What pages have of it then, flat, in fp32."""
+    before: tuple[torch.Tensor, torch.Tensor] | None
+    """If pages have the gradient in another form: the same, not to be changed, and what pages have, flat, in fp32."""
 
 
 class GradientValues:
@@ -134,9 +133,9 @@ class GradientValues:
             flat = unit.stored(slot, values).reshape(-1)
             if flat.dtype is not dtype or scale != 1:
                 flat = flat.float() * scale
-            if reading is not None and reading.before is not None and reading.precise is not None:
-                same = unit.stored(slot, values == reading.before).reshape(-1)
-                flat = torch.where(same, reading.precise, flat)
+            if reading is not None and reading.before is not None:
+                shown, precise = reading.before
+                flat = torch.where(unit.stored(slot, values == shown).reshape(-1), precise, flat)
             gradient = self._gradients.open(unit)
             delivery = self._gradients.replace(gradient, slot, flat.to(dtype).contiguous())
             self._stepper.request_buffer(gradient, False, delivery)
@@ -179,8 +178,8 @@ class GradientValues:
         stored = flat.view(unit.spec.slots[slot].param.shape)
         values = unit.as_param(slot, unit.shown(slot, stored))
         if in_pages:
-            return GradientCopy(values, None, None)
-        return GradientCopy(values, values.clone(), kept.float() * factor)
+            return GradientCopy(values, None)
+        return GradientCopy(values, (values.clone(), kept.float() * factor))
 
     @contextmanager
     def _alone(self, unit: LiveUnit, slot: int, asked_by: str) -> Iterator[None]:
@@ -205,8 +204,8 @@ class GradientValues:
         unit, scheduler = gradient.unit.index, self._stepper.scheduler
         self._accesses.tell(scheduler.lend_gradient, unit, True)
         try:
-            here = lambda: scheduler.gradient_is_here(unit)  # noqa: E731
-            self._accesses.wait(here, "ssd_read", lambda: self._stepper.refuse(gradient))
+            here, refuse = partial(scheduler.gradient_is_here, unit), partial(self._stepper.refuse, gradient)
+            self._accesses.wait(here, "ssd_read", refuse)
             self._accesses.check_usable()
             yield
         finally:

@@ -77,6 +77,8 @@ class MarkedGradient:
         if name in _PRODUCTS and len(args) == 2 and not kwargs and _is_known(args[0]) and _is_number(args[1], name):
             return _multiply(args[0], args[1], name)
         if name == "__set__":  # of `data`
+            if args[1].shape != args[0].shape:
+                raise UsageError(f"{name_of(args[0])!r} has shape {tuple(args[0].shape)}: its data keeps that shape.")
             name, func, args = "copy_", torch.Tensor.copy_, (args[0], args[1].detach())
         if "_foreach_" in name and len(args[0]) > 1:
             return one_by_one(func, args, kwargs)
@@ -87,10 +89,9 @@ class MarkedGradient:
 
 def marker(blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: "Stepper") -> Any:
     """A marker with the shape of `blank`, for the gradient of a unit's parameter that arrives now."""
-    made: Any = blank.detach()
-    name = f"{unit.name(slot)}.grad"
-    if isinstance(unit.forms[slot], DTensorForm):
-        hide_part(made._local_tensor, made, name)
+    made, name, form = blank.detach(), f"{unit.name(slot)}.grad", unit.forms[slot]
+    if isinstance(form, DTensorForm):
+        hide_part(form.held(made), made, name)
     hide(made, name)
     setattr(made, GRADIENT, MarkedGradient(unit, slot, stepper))
     return made

@@ -10,6 +10,8 @@ from gradient_uses import ADD_ANOTHER, LIMIT, ONE_NUMBER, RULE, USES, Net, Train
 from runtime.conftest import Wrap
 
 import pagoda
+from pagoda.autograd.stepper import Stepper
+from pagoda.runtime.gradients import GradientBuffers
 
 SMALL = {"page_size": 4096, "unit_limit": "3KiB"}
 
@@ -110,11 +112,55 @@ def test_gradients_in_16_bits_are_those_of_torch_alone_and_what_is_not_written_k
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.grad.dtype is other.grad.dtype
         torch.testing.assert_close(param.grad.clone(), other.grad, rtol=1e-2, atol=1e-4)
+    optimizer.zero_grad()
     twin, steps = wrap(Net(), rule=rule(), precision=mixed)
-    steps.scale(Training(twin, None).loss(0)).backward()
-    for mine in model.parameters():
-        mine.grad[0] = mine.grad[0] + 0
-    for stepped in (optimizer, steps):
+    for param in twin.parameters():
+        param.register_hook(lambda grad: grad.clone().index_fill_(0, torch.tensor([0]), 0))
+    for module, stepped in ((model, optimizer), (twin, steps)):
+        for number in range(2):
+            stepped.scale(Training(module, None).loss(number) * 2.0**-12).backward()
+        for param in model.parameters() if module is model else ():
+            assert param.grad is not None
+            param.grad[0] = 0
         stepped.step()
-    for one, two in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+    masters = [
+        [state["momentum_buffer"] for state in each.state_dict()["state"].values()] for each in (optimizer, steps)
+    ]
+    for one, two in zip(*masters, strict=True):
         assert torch.equal(one, two)
+        assert one.abs().sum() > 0
+
+
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+def test_gradients_set_to_zero_update_parameters_that_the_next_step_does_not_use(by: str, wrap: Wrap) -> None:
+    """Also after `step()`, as weight decay and momentum do in plain PyTorch."""
+    weights = []
+    for paged in (False, True):
+        model: Any = Net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), **RULE)
+        if paged:
+            model, optimizer = wrap(model, rule=rule(), precision="fp32")
+        for step in range(4):
+            Training(model, optimizer).loss(step, without=step % 2).backward()
+            optimizer.step()
+            (model if by == "model" else optimizer).zero_grad(set_to_none=False)
+        weights.append([param.detach().clone() for param in model.parameters()])
+    assert_alike(*weights, by)
+
+
+def test_torchs_clipping_asks_for_each_gradient_alone(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its time would be quadratic in the number of units."""
+    model, _ = wrap(Net(), places(Path())["ram"], rule=rule(), precision="fp32")
+    Training(model, None).loss(0).backward()
+    settled: list[int] = []
+    settle = Stepper.settle
+
+    def count(self: Stepper, gradients: Any) -> None:
+        gradients = [*gradients]
+        settled.append(len(gradients))
+        settle(self, gradients)
+
+    monkeypatch.setattr(Stepper, "settle", count)
+    monkeypatch.delattr(GradientBuffers, "of_step")
+    torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+    assert settled == [1] * 8

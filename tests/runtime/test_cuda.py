@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gradient_uses
 import pytest
 import torch
 from torch import nn
@@ -312,3 +313,17 @@ def test_a_profile_names_what_pagoda_does(tmp_path: Path) -> None:
     names = {event.key for event in profile.key_averages()}
     assert {"pagoda::h2d", "pagoda::d2h", "pagoda::update", "pagoda::device_update"} <= names
     optimizer.close()
+
+
+@pytest.mark.parametrize("home", [0.0, 1.0], ids=["in-ram", "on-the-device"])
+@pytest.mark.parametrize("use", ["norms", "with weights", "noise", "mask", "sign", "a row", "numbers"])
+def test_gradients_are_read_and_written_as_by_torch_alone(use: str, home: float) -> None:
+    split = pagoda.Split(device_home_share=home, device_update_share=home)
+    memory = pagoda.Memory(device="8MiB", host="8MiB", split=split)
+    rule = pagoda.SGD(**gradient_uses.RULE)
+    model, optimizer = pagoda.wrap(gradient_uses.Net(), rule, memory=memory, precision="fp32")
+    with optimizer:
+        found = gradient_uses.train(gradient_uses.Training(model, optimizer), use)
+    expected = gradient_uses.plainly(use, device="cuda")
+    for mine, other in zip(found[-8:], expected[-8:], strict=True):
+        torch.testing.assert_close(mine, other)
