@@ -7,6 +7,7 @@ removed). The text is the source code of Python's standard library; each byte is
 
 import hashlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,8 @@ from typing import Any
 
 OUT = Path("runs/demo")
 RAM = "40MiB"
-STEPS, SAVED, KILLED = 20, 10, 13
-"""Steps of a run, the step that is saved first, and the step in which the run is killed."""
+STEPS, SAVED, KILLED = 20, 10, 12
+"""Steps of a run, those after which it saves, and the fewest after which it is killed."""
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -47,24 +48,24 @@ def main() -> None:
     train = f"train --model {OUT}/model --data stdlib --precision fp32 --batch-size 2 --seq-len 256 --lr 1e-3"
     train = f"{train} --steps {STEPS} --checkpoint-every {SAVED}"
 
-    print(f"1. {RAM} of RAM for state, the rest in {OUT}/pages. kill -9 ends the run in step {KILLED + 1}.")
-    pagoda(f"{train} --memory.host {RAM} --memory.ssd {OUT}/pages --out {paged}", kill_after=f"step {KILLED}/")
+    print(f"1. {RAM} of RAM for state, the rest in {OUT}/pages. kill -9 ends the run.")
+    killed = pagoda(f"{train} --memory.host {RAM} --memory.ssd {OUT}/pages --out {paged}", kill_after=KILLED)
     print(f"\n2. Resume: it goes on after step {SAVED}, the last checkpoint.")
-    pagoda(f"train --resume --out {paged}")
+    pagoda(f"train --resume --memory.ssd {OUT}/pages --out {paged}")
     print("\n3. The same run with all state in RAM, not interrupted.")
     pagoda(f"{train} --out {whole}")
     print("\n4. A page with the losses, the plan and what each part of the machine did.")
     pagoda(f"report {paged} --out {OUT}/report.html")
 
     print("\nWhat this shows:")
-    for line in shown(paged, whole):
+    for line in shown(paged, whole, killed):
         print(f"- {line}")
     print(
         f"It took {time.perf_counter() - began:.0f} s. Open {OUT}/report.html in a browser, and go on with README.md."
     )
 
 
-def shown(paged: Path, whole: Path) -> Iterator[str]:
+def shown(paged: Path, whole: Path, killed: int) -> Iterator[str]:
     """A sentence for each promise, from what the two runs wrote. Ends the demo if their bits differ."""
     steps, reference = metrics(paged), metrics(whole)
     if [step["loss"] for step in steps] != [step["loss"] for step in reference] or digest(paged) != digest(whole):
@@ -80,10 +81,10 @@ def shown(paged: Path, whole: Path) -> Iterator[str]:
     )
     yield (
         f"One home per byte: weights and Adam's two moments take {mib(sum(states.values()))},"
-        f" {sum(states.values()) / plan['params']:.1f} bytes a parameter, and no state is kept twice."
+        f" {sum(states.values()) / plan['params']:.1f} bytes a parameter."
     )
     yield f"The plan is the truth: state took {mib(held)} of RAM at most; planned were {mib(planned)}."
-    yield f"Nothing is lost: killed in step {KILLED + 1}, resumed after step {SAVED}, and the result is the same."
+    yield f"Nothing is lost: killed after step {killed}, resumed after step {SAVED}, and the result is the same."
     yield (
         f"Close to the limit: a step takes {times[0]:.2f} s, and {times[1]:.2f} s in RAM. Compute waited for the SSD"
         f" and other work in {stalls:.0%} of the time."
@@ -108,21 +109,26 @@ def mib(count: int) -> str:
     return f"{count / 2**20:.0f} MiB"
 
 
-def pagoda(arguments: str, kill_after: str | None = None) -> None:
-    """Runs a command and shows some of its lines. Kills it after a line that begins with `kill_after`."""
+def pagoda(arguments: str, kill_after: int | None = None) -> int:
+    """Runs a command and shows some of its lines. Kills it after that step, or a later one that it prints. Returns the
+    last step that it printed."""
     print(f"$ pagoda {arguments}", flush=True)
     command = [sys.executable, "-m", "pagoda", *arguments.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        lines = []
+        lines, step = [], 0
         for line in process.stdout:
             lines.append(line)
             if line.startswith(SHOWN):
                 print(f"  {line}", end="", flush=True)
-            if kill_after and line.startswith(kill_after):
-                process.kill()
-    if process.returncode != (-signal.SIGKILL if kill_after else 0):
+            if match := re.match(r"step (\d+)/", line):
+                step = int(match[1])
+                if kill_after is not None and step >= kill_after:
+                    process.kill()
+                    break
+    if process.returncode != (0 if kill_after is None else -signal.SIGKILL):
         raise SystemExit("".join(lines))
+    return step
 
 
 if __name__ == "__main__":
