@@ -4,6 +4,7 @@ not begun, or a checkpoint loads. Nothing hangs, and the exception reaches the u
 
 import dis
 import faulthandler
+import inspect
 import random
 import signal
 import sys
@@ -32,7 +33,8 @@ State = dict[str, torch.Tensor]
 
 @cache
 def _ends_of_with(code: CodeType) -> frozenset[int]:
-    """Where code leaves a `with`. Python handles no signal there before the block's end has run, unlike a tracer."""
+    """Where code leaves a `with`. Python handles no signal there before the block's end has run, unlike a tracer. Nor
+    does it where it closes a generator."""
     steps = [*dis.get_instructions(code)]
     nothing = [step.opname == "LOAD_CONST" and step.argval is None for step in steps]
     ends = [at for at in range(len(steps) - 2) if all(nothing[at : at + 3])]
@@ -56,7 +58,8 @@ class Interrupt:
     def trace(self, frame: FrameType, what: str, _argument: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if what in ("call", "line") and frame.f_lasti not in _ends_of_with(frame.f_code):
+        closes = what == "call" and inspect.CO_GENERATOR & frame.f_code.co_flags  # perhaps: it also goes on by a call
+        if what in ("call", "line") and not closes and frame.f_lasti not in _ends_of_with(frame.f_code):
             self.left -= 1
             if self.left == 0:
                 self.where = f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}"
@@ -127,6 +130,13 @@ def step(case: Case) -> None:
     case.step(BATCHES[2])
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, its cause, the cause of that, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
 @contextmanager
 def _no_hang() -> Iterator[None]:
     faulthandler.dump_traceback_later(HANG_S, exit=True)
@@ -157,7 +167,7 @@ def check(
                 with interrupt:
                     do(case)
             except BaseException as raised:  # TimeoutError may be taken for a file's
-                if not isinstance(raised, error) and not isinstance(raised.__cause__, error):
+                if not any(isinstance(each, error) for each in causes(raised)):
                     raise
             else:
                 assert not interrupt.where, f"line {at}, {interrupt.where}: the exception was lost"
