@@ -137,6 +137,21 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+def change(case: Case) -> None:
+    """A step with gradients that are read, multiplied, added to, set and clipped."""
+    params = [*case.model.parameters()]
+    for batch in BATCHES[:2]:
+        case.model(batch).square().mean().backward()
+        for param in params:
+            assert param.grad is not None
+            param.grad.mul_(0.3).add_(1e-3)
+    params[0].grad = params[0].grad * 3
+    torch.nn.utils.clip_grad_norm_(params, 0.1)
+    case.optimizer.step()
+    case.optimizer.zero_grad(set_to_none=False)
+    case.optimizer.zero_grad()
+
+
 @contextmanager
 def _no_hang() -> Iterator[None]:
     faulthandler.dump_traceback_later(HANG_S, exit=True)
@@ -151,10 +166,11 @@ def check(
 ) -> Counter[str]:
     """Interrupt something at some of its lines, in a new case for each. Returns how often each end came."""
     expected = []
-    for taken in ((), (2,)):
-        case = Case(folder / f"expected{len(taken)}", place, clips, announced)
-        for index in (*taken, 3):
-            case.step(BATCHES[index])
+    for taken in (False, True):
+        case = Case(folder / f"expected{taken}", place, clips, announced)
+        if taken:
+            do(case)
+        case.step(BATCHES[3])
         expected.append(case.state())
         case.optimizer.close()
     ends: Counter[str] = Counter()
@@ -177,7 +193,7 @@ def check(
             break
         ends["loaded" if loaded else "went on"] += 1
         # One that comes when all has been done leaves the step taken.
-        taken = do is step and not loaded and any(not torch.equal(found[n], v) for n, v in expected[0].items())
+        taken = not loaded and any(not torch.equal(found[n], v) for n, v in expected[0].items())
         assert_equal(found, expected[taken])
     return ends
 
@@ -191,6 +207,7 @@ CASES = {
     "saving": (ALL_ON_SSD, True, None, save, 307),
     "loading": (RAM, True, None, load, 521),
     "reading": (ARENA, True, None, read, 809),
+    "values of gradients": (ALL_ON_SSD, True, None, change, 3001),
 }
 """Placement, whether it clips, announced backwards, what is interrupted, and how many lines lie between two trials."""
 
