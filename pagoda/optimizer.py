@@ -57,7 +57,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         engine.stepper.groups = lambda: self.param_groups
         self._in_model = Members(model, self._states)
         self._hooks = ModelHooks(model, engine)
-        guard_merging(model)
+        guard_peft(model)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
         self._saving = threading.RLock()
@@ -472,8 +472,9 @@ def _refuse_other_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_foreign_step)
 
 
-def guard_merging(model: nn.Module) -> None:
-    """Make peft's layers raise UsageError if they merge while their weights are not in memory."""
+def guard_peft(model: nn.Module) -> None:
+    """Make peft's layers raise UsageError if they merge while their weights are not in memory, and AdaLoRA if it reads
+    gradients that a step has used."""
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return
@@ -482,6 +483,20 @@ def guard_merging(model: nn.Module) -> None:
         if isinstance(module, peft.BaseTunerLayer) and not any(each.startswith(f"{name}.") for each in anew):
             for method in ("merge", "unmerge"):
                 module.__dict__[method] = partial(_where_gathered, getattr(module, method), module, f"{name}.{method}")
+        if (allocate := getattr(module, "update_and_allocate", None)) is not None:
+            module.__dict__["update_and_allocate"] = partial(_with_gradients, allocate, module)
+
+
+def _with_gradients(allocate: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return allocate(*args, **kwargs)
+    except TypeError as error:
+        if any(param.grad is not None for param in module.parameters()):
+            raise
+        raise UsageError(
+            "update_and_allocate() reads the gradients of the step, but optimizer.step() has used them and keeps none. "
+            "Call it between backward() and optimizer.step(), or use LoRA with a fixed rank."
+        ) from error
 
 
 def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
