@@ -298,14 +298,18 @@ class Engine:
             self.drain(show=False)
             yield
 
+    def prepare_replacing(self) -> None:
+        """Make states ready to be replaced. Raises UsageError if they cannot be replaced here."""
+        self.accesses.check_not_closed()
+        if self.accesses.stopped:
+            self._begin_anew()
+        self.check_not_gathered("optimizer.load_checkpoint()")
+        self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
+
     @contextmanager
     def replacing(self, late: Late) -> Iterator[None]:
-        """Inside, all states are replaced, even if they are damaged. If that fails halfway, they are damaged
-        afterwards. `late`: how late the new weights are."""
-        self.accesses.check_not_closed()
-        if not self.accesses.stopped:
-            self.check_not_gathered("optimizer.load_checkpoint()")
-            self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
+        """Inside, all states are replaced, even if they are damaged, after `prepare_replacing`. If that fails halfway,
+        they are damaged afterwards. `late`: how late the new weights are."""
         if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()

@@ -138,10 +138,10 @@ class GradientValues:
                 flat = torch.where(unit.stored(slot, values == shown).reshape(-1), precise, flat)
             gradient = self._gradients.open(unit)
             delivery = self._gradients.replace(gradient, slot, flat.to(dtype).contiguous())
+            self.factors.pop((unit.index, slot), None)  # before waits, which an exception may end
+            self.changed()
             self._stepper.request_buffer(gradient, False, delivery)
             self._accesses.turn.waiting(gradient.settle)
-            self.factors.pop((unit.index, slot), None)
-            self.changed()
 
     def assign(self, unit: LiveUnit, slot: int, value: Any) -> None:
         """`param.grad` is set to a tensor. A parameter that no step updates keeps it."""

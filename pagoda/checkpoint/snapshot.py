@@ -238,8 +238,7 @@ class Snapshot:
                 weights = contents.whole_specs(self._states[0], lambda _: 1)
                 checkpoint.check(WEIGHT_BACK, [spec for spec in weights if spec.name in contents.trainable])
             manifest = checkpoint.manifest
-            self._engine.accesses.check_open()
-            self._engine.check_not_gathered("optimizer.load_checkpoint()")
+            self._engine.prepare_replacing()
             self._load_apart(checkpoint)
             with self._engine.replacing(late):
                 for unit in self._engine.units:
@@ -384,16 +383,18 @@ class Snapshot:
         """Restore buffers and module states through the model's `load_state_dict()`. If a stage of a pipeline does not
         accept its own, all raise CheckpointError."""
         saved = {name: state for state in checkpoint.apart for name in checkpoint.tensors[state]}
-        own, error = self._own(saved), ""
+        own, cause = self._own(saved), None
         try:
             found = {name: checkpoint.tensors[saved[name]][name].whole() for name in own}
             given = {name: from_bytes(t) if saved[name] == MODULE_STATES else t for name, t in found.items()}
             load_into(self._model, given, self._engine.device.torch_device)
         except CheckpointError as refused:
-            error = str(refused)
-        said = gather_from_all_stages(self._engine, "loading the buffers of a checkpoint", (error, own))
+            cause = refused
+        mine = str(cause or ""), own
+        said = gather_from_all_stages(self._engine, "loading the buffers of a checkpoint", mine)
         if error := next(filter(None, (error for error, _ in said)), ""):
-            raise CheckpointError(f"{checkpoint.directory} does not belong to this model: {error.rstrip('.')}.")
+            message = f"{checkpoint.directory} does not belong to this model: {error.rstrip('.')}."
+            raise CheckpointError(message) from cause
         if left := saved.keys() - {name for _, names in said for name in names}:
             raise CheckpointError(f"{checkpoint.directory} has {min(left)!r}, which is in no stage's model.")
 

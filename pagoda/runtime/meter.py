@@ -91,9 +91,9 @@ class StepMeter:
         """Inside, compute waits for `lane`, which may itself wait for others. The time is charged as in `charged`."""
         ended: list[Ended] = []
         start = time.perf_counter()
-        with self._lock:
-            self._waits = (*self._waits, ended)
         try:
+            with self._lock:
+                self._waits = (*self._waits, ended)
             yield
         finally:
             with self._lock:

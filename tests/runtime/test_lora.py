@@ -12,7 +12,7 @@ from integrations.tiny_text import VOCABULARY, model as llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import InMemory
 from torch import nn
-from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from zoo import PAGE, assert_equal, least_host, losses_of
 
 import pagoda
@@ -20,6 +20,8 @@ from pagoda.integrations import Paging
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.prepare.construct import describe
+
+from .conftest import Wrap
 
 STEPS, LAYERS = 3, 4
 RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)
@@ -218,3 +220,31 @@ def test_weights_that_peft_replaces_are_warned_of_and_compute_in_the_precision_o
         model, optimizer = pagoda.wrap(attending(), pagoda.AdamW(), memory=pagoda.Memory(host="8MiB"), precision="bf16")
     losses_of(partial(attended, model), optimizer, 1)
     optimizer.close()
+
+
+def test_adalora_allocates_ranks_between_backward_and_step_and_is_told_so_after_it(wrap: Wrap) -> None:
+    """With the losses of plain PyTorch."""
+    losses: list[list[float]] = [[], []]
+    batch = {"input_ids": torch.arange(40).view(2, 20), "labels": torch.arange(40).view(2, 20)}
+    for paged in (False, True):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        base = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+        steps = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 6}
+        config = peft.AdaLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **steps)
+        model: Any = get_peft_model(base, config)
+        optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        if paged:
+            model, optimizer = wrap(model, rule=pagoda.Optim(torch.optim.SGD, lr=0.1), precision="fp32")
+        for step in range(5):
+            loss = model(**batch).loss
+            loss.backward()
+            model.base_model.update_and_allocate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[paged].append(loss.item())
+    assert losses[0] == losses[1]
+    model(**batch).loss.backward()
+    optimizer.step()
+    with pytest.raises(pagoda.UsageError, match="update_and_allocate"):
+        model.base_model.update_and_allocate(3)
