@@ -29,6 +29,7 @@ NAMES = {
     "torch._C._storage_Use_Count": "a lease cannot be told from a free one: nothing is ever evicted",
     "torch._C._construct_storage_from_data_pointer": "a GPU's leases have no storage of their own",
     "torch.Tensor._make_wrapper_subclass": "parameters cannot wait for their values",
+    "torch.nn.Module._load_from_state_dict": "checkpoints have buffers that no module of a new model takes",
     "torch._has_compatible_shallow_copy_type": "Module.to unties tied parameters that wait",
     "torch.optim._muon.muon": "Muon has no math: its update is torch's own",
     "torch.optim._muon.DEFAULT_A": "Muon has not the coefficients of torch's",
@@ -53,6 +54,7 @@ NAMES = {
     "torch.utils._pytree.tree_map": "hidden parameters among arguments are not found",
     "torch.utils._pytree.tree_iter": "tensors among the arguments of an operation that is recorded are not found",
     "torch.utils._pytree.tree_map_only": "state dicts are not streamed to files; no embedding is on the CPU for a GPU",
+    "lightning.pytorch.core.optimizer._MockOptimizer": "Lightning: no optimizer is taken for one",
     "threading._DummyThread": "autograd's threads wait for the forward that waits for them",
     "sys._getframe": "errors about waiting tensors do not name the code that uses them",
 }

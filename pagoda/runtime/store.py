@@ -19,7 +19,6 @@ from pagoda.memory.ram import free_ram
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.mesh.shards import Shards
-from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, back
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
@@ -142,9 +141,6 @@ class Store:
         """Dtype of a state of a unit."""
         return self.plan.layout.dtype(self.plan.units[unit], state)
 
-    def _states_of(self, unit: int) -> tuple[StateSpec, ...]:
-        return self.plan.layout.states_of(self.plan.units[unit])
-
     def left_on_drives(self) -> dict[Path, int | None]:
         """Bytes of each directory's limit that page files leave, or None for no limit."""
         taken = self.ssd.bytes_on_drives if self.ssd is not None else {}
@@ -182,7 +178,8 @@ class Store:
 
     def extents(self, unit: int, number: int) -> dict[str, str]:
         """State -> name of an extent of it."""
-        return {state.name: self.extent(unit, state.name, number) for state in self._states_of(unit)}
+        states = self.plan.layout.states_of(self.plan.units[unit])
+        return {state.name: self.extent(unit, state.name, number) for state in states}
 
     def newest_extents(self, unit: int) -> dict[str, str]:
         """State -> name of the extent with its newest values."""
@@ -202,7 +199,7 @@ class Store:
             return
         spec = self.plan.units[unit]
         updated = len(self.shards.updated(spec))
-        for state in self._states_of(unit):
+        for state in self.plan.layout.states_of(spec):
             if self.extent(unit, state.name, 1) == state.name:
                 continue
             tensor = self._tensors[unit, self.extent(unit, state.name, number)]

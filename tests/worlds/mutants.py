@@ -237,8 +237,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     stepper: {
         "a step does not wait until gradients have arrived": (
-            "            self._accesses.turn.waiting(gradient.settle)\n",
-            "            pass\n",
+            "                self.accesses.turn.waiting(gradient.settle)\n",
+            "                pass\n",
         ),
         "a step leaves gradients with autograd": (
             "            if gradient.made:\n                self._offload(gradient, last=False)",
