@@ -92,6 +92,9 @@ class RecordedRates(Rates):
     def shared(self, lanes: frozenset[str]) -> dict[str, float]:
         return dict.fromkeys(lanes, 1.0)
 
+    def lost(self, lanes: frozenset[str]) -> dict[str, tuple[str, float]]:
+        return {}  # recorded with the lane
+
 
 def _covered_s(spans: Iterable[TimelineSpan]) -> float:
     """Seconds in which at least one of the spans lies."""

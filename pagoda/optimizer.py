@@ -1,10 +1,9 @@
 """`PagedOptimizer`: a `torch.optim.Optimizer` whose state lives in pages."""
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,13 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pagoda.autograd.hooks import ModelHooks
 from pagoda.checkpoint.optimizer_states import check_entry, read_entry, torch_file, write_entry
+from pagoda.checkpoint.peft_guards import guard_peft
 from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.checkpoint.state import ParameterState, all_states, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
 from pagoda.engine import Engine
 from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import DTensorForm
-from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings, made_anew
+from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
 from pagoda.optim.rule import Rule
 from pagoda.optim.torch_optimizer import Mode, Optim
 from pagoda.parameters.hidden import as_plain
@@ -470,46 +470,3 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: 
 def _refuse_other_optimizers() -> None:
     """After the first call of `wrap`, no other optimizer may step parameters in pages."""
     register_optimizer_step_pre_hook(_refuse_foreign_step)
-
-
-def guard_peft(model: nn.Module) -> None:
-    """Make peft's layers raise UsageError if they merge while their weights are not in memory, and AdaLoRA if it reads
-    gradients that a step has used."""
-    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if peft is None:
-        return
-    anew = made_anew(model)
-    for name, module in model.named_modules():
-        if isinstance(module, peft.BaseTunerLayer) and not any(each.startswith(f"{name}.") for each in anew):
-            for method in ("merge", "unmerge"):
-                module.__dict__[method] = partial(_where_gathered, getattr(module, method), module, f"{name}.{method}")
-        if (allocate := getattr(module, "update_and_allocate", None)) is not None:
-            module.__dict__["update_and_allocate"] = partial(_with_gradients, allocate, module)
-
-
-def _with_gradients(allocate: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return allocate(*args, **kwargs)
-    except TypeError as error:
-        if any(param.grad is not None for param in module.parameters()):
-            raise
-        raise UsageError(
-            "update_and_allocate() reads the gradients of the step, but optimizer.step() has used them and keeps none. "
-            "Call it between backward() and optimizer.step(), or use LoRA with a fixed rank."
-        ) from error
-
-
-def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    for state in map(state_of, module.parameters()):
-        if state is not None and state.is_quantized:
-            raise UsageError(
-                f"{name}() cannot change weights that are quantized and in pages. Save the adapter, load it on the "
-                "base model in 16 bits with peft.PeftModel.from_pretrained, and merge there."
-            )
-        if state is not None and state.slot not in state.unit.gathered:
-            raise UsageError(
-                f"{name}() needs weights that are not in memory. Call merge_and_unload, merge_adapter or merge inside "
-                "`with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "
-                "`with pagoda.gathered(layer, modify=True):`, which takes less RAM."
-            )
-    return merge(*args, **kwargs)

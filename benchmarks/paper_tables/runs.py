@@ -130,7 +130,8 @@ def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Pro
         activations=mode,
         tile_limit=_tile_bytes(shape),
         memory=Memory(host=host, split=split),
-        checkpoint_minutes=0.0,  # as the papers count, precision="bf16"
+        checkpoint_minutes=0.0,  # as the papers count
+        precision="bf16",
     )
     part = _part(shape, setup.experts)
     times = shape.layers / part.layers
