@@ -9,6 +9,7 @@ GPU kernels run in Triton's interpreter where there is no GPU.
 import gc
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["PAGODA_POISON"] = "1"
-os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"pagoda-tests-cache-{os.getuid()}")
+# Empty for each session: what another one measured or tokenized must not change what tests see.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pagoda-tests-cache-")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS has other bits in each run
 
@@ -50,6 +52,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
     return re.search(r"\npytestmark = \[?pytest\.mark\.slow", collection_path.read_text()) is not None or None
+
+
+def pytest_unconfigure() -> None:
+    """The session's cache is gone with the session."""
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -21,14 +21,14 @@ OF_A_RUN = {
     # What it trains on, and where it writes.
     "download", "data", "column", "skip_bad", "tokenizer", "cache",
     "eval_data", "eval_share", "eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt",
-    "sample_tokens", "packing", "tokens_per_step", "epochs", "config", "log", "seed", "out", "resume", "checkpoint",
+    "sample_tokens", "packing", "epochs", "config", "log", "seed", "out", "resume", "checkpoint",
     "save_at_end", "trace_step", "verbose",
     # Which values states take, not how many.
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
     "optim.schedule", "optim.min_lr_ratio",
 }  # fmt: skip
 OF_A_MACHINE = {
-    "hardware", "nodes", "gpus_per_node", "search_degrees", "max_model", "json",
+    "hardware", "ram", "nodes", "gpus_per_node", "search_degrees", "max_model", "json",
     "plot",
 }  # fmt: skip
 COMMANDS = {"train": TrainConfig, "plan": PlanConfig}
