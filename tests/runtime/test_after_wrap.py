@@ -211,16 +211,6 @@ def test_a_whole_graph_of_a_wrapped_model_is_refused(wrap: Wrap) -> None:
         loss_of(compiled(model, fullgraph=True))
 
 
-def test_adalora_reads_gradients_before_the_step_or_is_refused(wrap: Wrap) -> None:
-    peft = pytest.importorskip("peft")
-    settings = {"init_r": 4, "target_r": 2, "tinit": 0, "tfinal": 1, "total_step": 8, "target_modules": ["body"]}
-    model, optimizer = wrap(peft.get_peft_model(fresh(), peft.AdaLoraConfig(**settings)), precision="fp32")
-    loss_of(model).backward()
-    optimizer.step()
-    with pytest.raises(pagoda.UsageError, match=r"optimizer\.step\(\) has used them.*between backward\(\) and"):
-        model.base_model.update_and_allocate(1)
-
-
 @pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
 def test_adapters_merge_where_weights_are_gathered_and_nowhere_else(merge: str, wrap: Wrap) -> None:
     model, optimizer = wrap(adapted(fresh()), precision="fp32")
