@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pagoda.autograd.hooks import ModelHooks
+from pagoda.checkpoint.merging import guard_merging
 from pagoda.checkpoint.optimizer_states import check_entry, read_entry, torch_file, write_entry
-from pagoda.checkpoint.peft_guards import guard_peft
 from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.checkpoint.state import ParameterState, all_states, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
@@ -57,7 +57,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         engine.stepper.groups = lambda: self.param_groups
         self._in_model = Members(model, self._states)
         self._hooks = ModelHooks(model, engine)
-        guard_peft(model)
+        guard_merging(model)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
         self._saving = threading.RLock()

@@ -1,4 +1,4 @@
-"""Guards peft's layers: what they do to weights and gradients that are not in memory is refused in words."""
+"""Guards peft's layers: they merge only where their weights are in memory."""
 
 import sys
 from collections.abc import Callable
@@ -12,9 +12,8 @@ from pagoda.errors import UsageError
 from pagoda.optim.param_groups import made_anew
 
 
-def guard_peft(model: nn.Module) -> None:
-    """Make peft's layers raise UsageError if they merge while their weights are not in memory, and AdaLoRA if it reads
-    gradients that a step has used."""
+def guard_merging(model: nn.Module) -> None:
+    """Make peft's layers raise UsageError if they merge while their weights are not in memory."""
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return
@@ -23,20 +22,6 @@ def guard_peft(model: nn.Module) -> None:
         if isinstance(module, peft.BaseTunerLayer) and not any(each.startswith(f"{name}.") for each in anew):
             for method in ("merge", "unmerge"):
                 module.__dict__[method] = partial(_where_gathered, getattr(module, method), module, f"{name}.{method}")
-        if (allocate := getattr(module, "update_and_allocate", None)) is not None:
-            module.__dict__["update_and_allocate"] = partial(_with_gradients, allocate, module)
-
-
-def _with_gradients(allocate: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return allocate(*args, **kwargs)
-    except TypeError as error:
-        if any(param.grad is not None for param in module.parameters()):
-            raise
-        raise UsageError(
-            "update_and_allocate() reads the gradients of the step, but optimizer.step() has used them and keeps none. "
-            "Call it between backward() and optimizer.step(), or use LoRA with a fixed rank."
-        ) from error
 
 
 def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
