@@ -17,6 +17,9 @@ from pagoda.train.progress import say
 from pagoda.train.records import Message
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
     from torch import nn
 
     from pagoda.checkpoint.reader import SavedCheckpoint
@@ -74,19 +77,16 @@ class _Source:
 def _opened(weights: Path, config: GenerateConfig) -> _Source:
     """The model of a directory or of a run's checkpoint. It computes as in the run, so that it writes the same."""
     from pagoda.api import load
-    from pagoda.budgets import compute_device
-    from pagoda.calibrate.matmul import usual_precision
     from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED
     from pagoda.checkpoint.reader import SavedCheckpoint
     from pagoda.memory.identity import MANIFEST
-    from pagoda.optim.rule import DTYPES
     from pagoda.plan.layout import WEIGHT
     from pagoda.train.resume import CHAT, CONFIG
 
     limit: dict[str, Any] = {} if config.tile_limit is None else {"tile_limit": config.tile_limit}
     if not (weights / MANIFEST).is_file():
-        precision, _ = usual_precision(compute_device(config.memory))
-        return _Source(load(weights), precision, Tiles(**limit), None)
+        model = load(weights)
+        return _Source(model, _precision_of(param.dtype for param in model.parameters()), Tiles(**limit), None)
     checkpoint = SavedCheckpoint(weights)
     extra, record = checkpoint.manifest["extra"], checkpoint.manifest.get("model")
     trained = TrainConfig.from_settings(extra[CONFIG]) if isinstance(extra, dict) and CONFIG in extra else None
@@ -96,9 +96,16 @@ def _opened(weights: Path, config: GenerateConfig) -> _Source:
     else:
         model = load(weights)  # adapters are merged, because only layers without them are cut into tiles
     chat = None if trained is None else extra.get(CHAT)
-    computed = {tensor.dtype for tensor in checkpoint.tensors[WEIGHT].values()}
-    alike = next((name for name, dtype in DTYPES.items() if computed == {dtype}), None)
-    return _Source(model, alike, replace(tiles, **limit), chat if isinstance(chat, bool) else None)
+    precision = _precision_of(tensor.dtype for tensor in checkpoint.tensors[WEIGHT].values())
+    return _Source(model, precision, replace(tiles, **limit), chat if isinstance(chat, bool) else None)
+
+
+def _precision_of(dtypes: "Iterable[torch.dtype]") -> Precision | None:
+    """The precision of weights that have these dtypes. None if it is not one."""
+    from pagoda.optim.rule import DTYPES
+
+    found = set(dtypes)
+    return next((name for name, dtype in DTYPES.items() if found == {dtype}), None)
 
 
 def _with_adapter(checkpoint: "SavedCheckpoint", trained: TrainConfig | None, config: GenerateConfig) -> "nn.Module":

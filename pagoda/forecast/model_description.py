@@ -10,7 +10,7 @@ from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
-from pagoda.models.build import model_directory
+from pagoda.models.build import first_forward, model_directory
 from pagoda.models.divisions import OF_PAPERS, Division, divisions_of, heads_of
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
@@ -231,7 +231,8 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
             exchange=first,
             most_looked_up=asked.looked_up_elements,
         )
-        counted = counting.forward_flops(model, 1, asked.seq_len) if count_flops else {}
+        with first_forward(name):
+            counted = counting.forward_flops(model, 1, asked.seq_len) if count_flops else {}
         whole = root = describe(model)
         if asked.quantize is not None:
             pack_without_values(model, packed.values(), asked.quantize)

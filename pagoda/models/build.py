@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagoda.errors import ConfigError, needed
+from pagoda.errors import ConfigError, PagodaError, needed
 from pagoda.memory.files import read_regular
 from pagoda.models.gguf import gguf_in, settings_of
 from pagoda.models.hub import cached, how_to_download, is_hub_name
@@ -221,6 +222,25 @@ def model_directory(name_or_dir: str) -> Path | None:
             f"model {name_or_dir!r} is neither a directory with a config.json nor a GGUF file. {HOW_TO_NAME}"
         )
     return directory
+
+
+@contextmanager
+def first_forward(name_or_dir: str) -> Iterator[None]:
+    """Inside, a model computes for the first time, or its forward pass is counted. Sizes in config.json that do not
+    match first show here: raises ConfigError for any error of a model that comes from a directory."""
+    import torch
+
+    try:
+        yield
+    except (PagodaError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if model_directory(name_or_dir) is None:
+            raise
+        raise ConfigError(
+            f"model {name_or_dir!r} fails in its first forward pass: {type(error).__name__}: {error}. Check "
+            "its config.json"
+        ) from error
 
 
 def planned_name(name_or_dir: str) -> str:

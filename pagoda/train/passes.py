@@ -1,13 +1,13 @@
 """How a model runs: the forward and backward passes of a step, and those of an evaluation."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from pagoda.errors import ConfigError, PagodaError
-from pagoda.models.build import model_directory
+from pagoda.models.build import first_forward
 from pagoda.optimizer import PagedOptimizer
 from pagoda.prepare.lookups import device_of
 from pagoda.prepare.sequence_parallel import SequenceRanks
@@ -90,17 +90,8 @@ class Passes:
     def call(self, module: nn.Module, **arguments: Any) -> Any:
         """Call the model, or a part of it. Raises ConfigError if the model comes from a directory and its first forward
         pass fails."""
-        try:
+        with nullcontext() if self._ran else first_forward(self._name):
             output = module(**arguments)
-        except (PagodaError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # this is where sizes in config.json that do not match first show
-            if self._ran or model_directory(self._name) is None:
-                raise
-            raise ConfigError(
-                f"model {self._name!r} fails in its first forward pass: {type(error).__name__}: {error}. Check "
-                "its config.json"
-            ) from error
         self._ran |= module.training
         return output
 

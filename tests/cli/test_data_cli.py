@@ -31,7 +31,7 @@ def test_what_it_reports_is_what_train_reads_and_reports(tmp_path: Path, capsys:
         r"Left out 1 record: its weight says so \(.*line 7\)",
         r"Left out 1 record: no assistant speaks\. Its roles: narrator \(.*line 8\)",
         r"Left out 1 record: none of its columns \(body\).*line 9\)",
-        r"Chosen: --seq-len \d+: 99% of conversations have \d+ tokens or fewer",
+        r"Chosen: --seq-len \d+: \d+% of conversations have as many tokens or fewer",
         r"Sequences: \d+ of \d+ tokens, \d+% padding",
         r"«It is .*<\|im_end\|>",
     ):

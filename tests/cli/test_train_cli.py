@@ -208,6 +208,15 @@ def test_a_broken_model_directory_is_one_error(case: str, work: Workspace, capsy
     assert not (work.root / "run").exists()
 
 
+def test_a_model_whose_heads_do_not_fit_is_refused_where_its_plan_is_made_too(
+    work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work.model / "config.json").write_text(json.dumps({**LLAMA, "num_key_value_heads": 3}))
+    machine = ("--hardware", "rtx4090", "--memory.host", "64MiB")
+    assert main(["plan", "--model", str(work.model), *machine]) == 2
+    assert re.fullmatch(r"pagoda: model .* fails in its first forward .* config\.json\n", capsys.readouterr().err)
+
+
 def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_not_overwritten(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:

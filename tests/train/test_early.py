@@ -15,7 +15,7 @@ from tests.tiny import tiny_run, trained, write_model, write_text
 
 REFUSED = {
     "--model llama-9b": "Did you mean 'llama-8b'",
-    "--model model.gguf": "is a GGUF file",
+    "--model text": "neither a directory with a config.json nor a GGUF file",
     "--model org/none": "neither a directory nor in the Hugging Face cache",
     "--data none": "'none' does not exist",
     "--eval-data none": "'none' does not exist",
@@ -64,7 +64,6 @@ def test_mistakes_that_need_no_torch_are_refused_before_it_is_imported(
     for name in ("used", "free", "old"):
         (tmp_path / name).mkdir()
     RunDir(tmp_path / "old").create(tiny_run(tmp_path, out=tmp_path / "old"))
-    (tmp_path / "model.gguf").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     program = [sys.executable, "-c", RUN]
     done = subprocess.run(program, cwd=tmp_path, input=json.dumps([*REFUSED]), capture_output=True, text=True)

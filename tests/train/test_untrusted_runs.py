@@ -18,7 +18,7 @@ from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
 from pagoda.memory.forms import with_hash
 from pagoda.models.build import build_from_directory
-from pagoda.train import TrainConfig, defaults, run
+from pagoda.train import TrainConfig, defaults, loop, run
 from pagoda.train.progress import lasting
 from pagoda.train.run_dir import LOCK, RunDir
 from tests.files import content_of
@@ -75,7 +75,8 @@ def test_processes_that_torchrun_restarts_import_no_class_of_a_run_that_is_there
     directory: Path, done: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although they continue a run without --resume."""
-    monkeypatch.setattr(defaults, "was_restarted", lambda: True)
+    for module in (defaults, loop):
+        monkeypatch.setattr(module, "was_restarted", lambda: True)
     rewrite(directory, optimizer="strangers_module:Opt")
     with pytest.raises(ConfigError, match="add --optimizer strangers_module:Opt"):
         run(replace(done, out=directory, steps=0, epochs=1.0), Console(quiet=True))
