@@ -212,7 +212,7 @@ def test_a_model_whose_heads_do_not_fit_is_refused_where_its_plan_is_made_too(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (work.model / "config.json").write_text(json.dumps({**LLAMA, "num_key_value_heads": 3}))
-    machine = ("--hardware", "rtx4090", "--memory.host", "64MiB")
+    machine = ("--hardware", "rtx4090", "--memory.host", "64MiB", "--seq-len", "32")
     assert main(["plan", "--model", str(work.model), *machine]) == 2
     assert re.fullmatch(r"pagoda: model .* fails in its first forward .* config\.json\n", capsys.readouterr().err)
 

@@ -33,7 +33,7 @@ WRONG = {
     "train --resume": "name its directory with --out",
     "train --resume --out none": r"no run in none: .*Name the directory of a run",
     # models and data
-    "train --model empty --data chats.jsonl": r"neither a directory with a config\.json nor a GGUF file\. Name a directory",
+    "train --model empty --data chats.jsonl": r"config\.json nor a GGUF file\. Name a directory",
     "train --model llama-9b --data chats.jsonl": r"Did you mean 'llama-8b'\? Name a directory .*ORG/NAME",
     "train --model org/none --data chats.jsonl": r"run `hf download org/none`, or .* with --download",
     TRAIN: "--data is missing: name a file or folder",
