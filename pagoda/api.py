@@ -115,7 +115,7 @@ def wrap(
         memory: Where the state may live. By default 80% of the free RAM.
         precision: Compute dtype of all parameters: "bf16" (weights are the high half of an fp32 master), "fp16"
             (weights and 16 more bits make up the master; call `optimizer.scale(loss).backward()`) or "fp32". By
-            default, that of the model. `MixedPrecision` also sets the dtype of accumulated gradients and the loss
+            default, each keeps its own. `MixedPrecision` also sets the dtype of accumulated gradients and the loss
             scaling.
         clip_grad_norm: Largest global norm of the gradients, which is exact in all tiers. If something else clips too
             (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. None: no clipping.

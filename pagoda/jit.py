@@ -64,5 +64,5 @@ def _compile_alone(compile_for: Callable[[Any], Any], lock: str, signature: Any)
 
 
 def part(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Compile a function that kernels inline and are cached with."""
+    """Compile a function that kernels inline, so that their cache has its code."""
     return cast(Callable[_P, _R], njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function))

@@ -39,7 +39,7 @@ class Turn:
     event behind damages the training state, because no later step could be right, and stops the driver. So `half_done`
     is set before an event changes anything, and unset at its end: nothing needs to run in between to notice.
 
-    Locks are entered by `with` and without Python code, or an exception could come between the lock and the block.
+    Locks are entered by `with` itself: if Python code entered them, an exception could come between lock and block.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -52,8 +52,8 @@ class Turn:
         """Whether an exception would now leave half of an event behind, or one has."""
 
     def run(self, event: Callable[..., _Result], *arguments: Any) -> _Result:
-        """An event, which may be a part of another one. An error that Pagoda raises on purpose leaves nothing half
-        done, and neither does one that comes while `waiting`."""
+        """Run an event, which may be a part of another one. An error that Pagoda raises on purpose, or torch for lack
+        of memory, leaves nothing half done, and neither does one that comes while `waiting`."""
         with self.lock:
             if self._inside.locked():
                 return self._run(event, *arguments)
@@ -87,8 +87,7 @@ class Turn:
         return result
 
     def give_up(self, error: BaseException) -> None:
-        """Half of an event was left behind. Nothing is told to the scheduler any more, until a checkpoint replaces all
-        states."""
+        """Half of an event was left behind: tell the scheduler nothing more, until a checkpoint replaces all states."""
         self._driver.stop(error)
 
     def begin_anew(self) -> None:

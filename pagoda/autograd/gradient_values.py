@@ -29,7 +29,8 @@ class GradientCopy(NamedTuple):
     values: torch.Tensor
     """As `param.grad` is in plain PyTorch. It may be changed."""
     before: tuple[torch.Tensor, torch.Tensor] | None
-    """If pages have the gradient in another form: the same, not to be changed, and what pages have, flat, in fp32."""
+    """Unless pages have the gradient in this form: `values` again, not to be changed, and the values that pages have,
+    flat, in fp32."""
 
 
 class GradientValues:
@@ -92,8 +93,8 @@ class GradientValues:
         return abs(self.factor(unit, slot)) * math.sqrt(square_sum) / self._scaler.scale
 
     def scale(self, unit: LiveUnit, slot: int, factor: float) -> bool:
-        """Multiply a gradient by a factor, which must be the same on every rank, when it is used. Returns False if it
-        has a factor already, with which this one would be rounded otherwise than one after the other."""
+        """Let the update multiply a gradient by a factor, the same on every rank. Returns False, and does nothing, if
+        the gradient has a factor already, and the product of both would round differently from one after the other."""
         if self._late and factor != 1.0:
             raise UsageError(TOO_LATE.format("Clipping, or multiplying param.grad,"))
         before = self.factor(unit, slot)
@@ -121,7 +122,7 @@ class GradientValues:
         self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: GradientCopy | None = None
     ) -> None:
         """Let `values`, in the shape and dtype of the parameter, be its gradient. `reading`: what they were made of.
-        Elements that are still the same keep the precision that pages have."""
+        Elements that have not changed since keep the precision that pages have."""
         self._accesses.turn.run(self._write, unit, slot, values, asked_by, reading)
 
     def _write(
@@ -144,7 +145,7 @@ class GradientValues:
             self._accesses.turn.waiting(gradient.settle)
 
     def assign(self, unit: LiveUnit, slot: int, value: Any) -> None:
-        """`param.grad` is set to a tensor. A parameter that no step updates keeps it."""
+        """`param.grad` is set to a tensor. A parameter that no step updates keeps that tensor."""
         param: Any = unit.params[slot]
         with as_plain():
             own = slot in unit.grouped and value is unit.markers[slot]
@@ -157,7 +158,7 @@ class GradientValues:
         self._stepper.mark(unit, slot)
 
     def adopt(self, unit: LiveUnit) -> None:
-        """Take the gradients that were set where parameters were in memory, so that nothing has told of them."""
+        """Take the gradients that were set while their parameters were not hidden, of which nothing was told."""
         for slot in unit.grouped:
             grad = unit.params[slot].grad
             if grad is not None and grad is not unit.markers[slot]:

@@ -47,8 +47,8 @@ class MarkedGradient:
         self._unit, self._slot, self._stepper = weakref.ref(unit), slot, weakref.ref(stepper)
 
     def open(self, marker: object, asked_by: str, to_write: bool = False) -> tuple[GradientValues, LiveUnit, int]:
-        """The values, unit and slot of the gradient. Raises UsageError unless it is still the gradient of this step, or
-        if `to_write`, at least what `param.grad` shows."""
+        """The values, unit and slot of the gradient. Raises UsageError unless it is still the gradient of this step or,
+        with `to_write`, what `param.grad` shows."""
         unit, stepper = self._unit(), self._stepper()
         if unit is not None and stepper is not None and unit.markers[self._slot] is marker:
             exists = self._slot in unit.marked or (to_write and unit.params[self._slot].grad is marker)

@@ -47,8 +47,8 @@ class Paging:
     """Budgets of the tiers. By default, checkpoints copy state on SSD (`ssd_checkpoints=0`), because a framework
     deletes the directories of its checkpoints without telling Pagoda."""
     optimizer: Rule | None = None
-    """By default, the optimizer that the framework's configuration names. This one has its own learning rate and weight
-    decay. Of the framework's, only the parameters without weight decay remain without it."""
+    """By default, the optimizer that the framework's configuration names. One that is given here has its own learning
+    rate and weight decay. The framework only says which parameters have no weight decay."""
     precision: Precision | MixedPrecision | None = None
     """By default, the precision in the framework's configuration, or the dtype of the model if there is none."""
     autocast: bool = False

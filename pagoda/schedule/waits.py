@@ -29,8 +29,8 @@ class InFlight(Generic[AnyTransfer]):
         self._nbytes += nbytes
 
     def over(self, most: int) -> Iterator[AnyTransfer]:
-        """The transfers that compute waits for, one after another, until at most `most` bytes are on their way, and
-        those before them that have ended."""
+        """The oldest transfers, one after another, while they have ended or more than `most` bytes are on their way.
+        Compute waits for each."""
         while self._transfers and (self._transfers[0][0].done or self._nbytes > most):
             transfer, nbytes = self._transfers.popleft()
             self._nbytes -= nbytes
@@ -38,7 +38,7 @@ class InFlight(Generic[AnyTransfer]):
 
 
 class Ended(NamedTuple):
-    """Work of a lane that has ended."""
+    """Work that has ended."""
 
     lane: str
     start_s: float
