@@ -1,6 +1,6 @@
 """What one GPU can train, as `pagoda plan` plans it: nothing is run.
 
-    python benchmarks/cards.py --out benchmarks/results/cards.json --docs README.md
+    python benchmarks/cards.py --out benchmarks/results/cards.json --docs docs/tutorials/plan-for-a-machine.md
 
 `--part docs` only writes the table, from the figures that --out has. The computers are named machines, with a drive of
 2 TB; where one has less RAM, pages get 80% of it, as `pagoda plan` does by itself.

@@ -103,7 +103,7 @@ def table(results: Any) -> str:
     ]
     for row in results["rows"]:
         ram = PLAIN if row["ram"] is None else f"{row['ram'].removesuffix('iB')[:-1]} {row['ram'][-3:]}"
-        ratio = f"{row['ratio']['median']:.2f}" if row["ratio"] else "1" if row["ram"] is None else "not in RAM here"
+        ratio = f"{row['ratio']['median']:.2f}" if row["ratio"] else "1" if row["ram"] is None else "not run"
         lines.append(
             f"| `{row['model']}`, {format_bytes(row['state'])} | {ram} | {format_bytes(row['peak_rss'])} |"
             f" {statistics.median(row['step_s']):.1f} s | {ratio} |"
