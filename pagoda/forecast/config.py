@@ -13,6 +13,7 @@ from pagoda.errors import ConfigError
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.lora import LoraConfig
 from pagoda.plan.tiles import piece_tokens, tile_tokens
+from pagoda.simulate.machines import AUTO
 
 if TYPE_CHECKING:
     from pagoda.optim.rule import Rule, StateSpec
@@ -107,6 +108,8 @@ class PlanConfig(SizedRun):
             require_count("gpus_per_node", self.gpus_per_node, 1)
         if self.ram is not None:
             require(parse_bytes(self.ram, "ram") > 0, "ram", self.ram, "above 0")
+            if self.hardware == AUTO:
+                raise ConfigError("--ram is for a machine that --hardware names: limit pages here with --memory.host")
         require(self.tokens < _MOST_TOKENS, "batch_size", self.batch_size, "smaller, or seq_len: too many tokens")
         self.lora.check_with(self)
         if self.max_model and self.lora.rank is not None:

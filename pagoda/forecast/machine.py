@@ -96,8 +96,6 @@ def find_machine_for(config: PlanConfig) -> Machine:
     """
     hardware = hardware_named(config.hardware)
     if config.ram is not None:
-        if config.hardware == AUTO:
-            raise ConfigError("--ram is for a machine that --hardware names: limit pages here with --memory.host")
         ram = Figure(parse_bytes(config.ram, "ram"), _GIVEN_RAM)
         hardware = replace(hardware, cpu=replace(hardware.cpu, memory_bytes=ram))
     if config.gpus_per_node is not None:
