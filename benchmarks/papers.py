@@ -69,13 +69,11 @@ sequences of 1,024), T5s have hidden 8,192 and sequences of 512. Assumptions:
 EXPERIMENTS_INTRODUCTION = """\
 # The papers' experiments, simulated
 
-What does the simulator give for the experiments that papers report?
-
 `python benchmarks/papers.py` writes this page. **Nothing was run.** The papers' figures were measured; Pagoda's are
 simulated, without latency and imbalance. A GPU computes at the rate `reached` in `pagoda/simulate/machines.py`: 70
 TFLOP/s for a V100, 187 for an A100. So a ratio above 1 means that copies, updates and collectives end before compute
-where the paper's did not. It does not mean that a run would reach that rate. TFLOP/s are of one GPU, unless a table
-states otherwise, and count four forward passes with attention as a full square. A batch is of one GPU, in sequences.
+where the paper's did not, and not that a run reaches that rate. TFLOP/s are of one GPU unless stated otherwise, and
+count four forward passes with attention as a full square. A batch is of one GPU, in sequences.
 
 Each case is planned as `pagoda plan` does it:
 
@@ -84,8 +82,7 @@ Each case is planned as `pagoda plan` does it:
 - Layers are recomputed. If their inputs do not fit on the GPU, they are copied to RAM or drives and back.
 - Pages may use nine tenths of RAM and drives, and what CUDA (1 GiB) and activations leave of the GPU.
 - The plan is the fastest of a short search. Units have at most 512 MiB, and larger matrices are cut into tiles. Models
-  with many units are planned with a part of their layers and of each tier.
-- `d2h` on several nodes includes the reduction of gradients between nodes.
+  with many units are planned with a part of their layers and of each tier, except the one with experts.
 """
 
 

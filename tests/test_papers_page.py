@@ -1,6 +1,7 @@
 """The page of the papers' tables is what the code gives, and its formulas are the papers'."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from pagoda.models.papers import PAPER_SHAPES
 from pagoda.schedule.served import hit_rate
 from paper_tables.efficiency import efficiency, simulated_efficiency
 from paper_tables.experiments import TEN_CACHE_SHAPES, sections, ten_cache
+from paper_tables.largest import HOST_SHARE
 from paper_tables.memory import pagoda_bytes, zero_bytes
 from paper_tables.pinned import layout_of, sizes_of, wasted_by_pages, wasted_by_powers_of_two
 from paper_tables.runs import Setup, fits, run
@@ -69,6 +71,18 @@ def test_more_tokens_a_step_hide_more_copies() -> None:
     assert hit_rate(many.timeline.access_counts) > hit_rate(few.timeline.access_counts)
     slow = few.at_pace(100 * few.step_s)
     assert hit_rate(slow.access_counts) > 0.9, "the same plan hides all copies if compute takes longer"
+
+
+def test_experts_on_drives_take_the_time_in_which_the_drives_read_and_write_their_states() -> None:
+    """However few FLOPs the experts have, and however long Python takes for each of them."""
+    shape = replace(PAPER_SHAPES["t5-moe-1.2t"], layers=3, decoder_layers=3, experts=8 * 24)
+    made = run(shape, Setup(machine="a100-40gx8", batch=16, experts=8, ssd=True, ram_gib=64))
+    of_rank = replace(shape, experts=24).params
+    in_memory = 64 * 2**30 * HOST_SHARE / 8 + made.problem.budgets.device
+    on_drive = (12 + 2) * of_rank - in_memory
+    assert on_drive > 20e9
+    seconds = 2 * on_drive / (made.problem.hardware.ssd.both_bytes_per_s.value / 8)
+    assert seconds <= made.step_s < 1.05 * seconds
 
 
 @pytest.mark.slow

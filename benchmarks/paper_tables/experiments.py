@@ -171,8 +171,9 @@ def angel() -> Experiment:
 arXiv 2303.02868. Its abstract states at most +88.9% of throughput over DeepSpeed; Pagoda has {gain}, for {most}B on a
 node. It states that GPT3-175B and T5-MoE-1.2T scale over hundreds of GPUs; its curves were not available. Assumed: 4
 sequences of 2,048 a GPU, and 16 of 512 for T5; experts divided over all ranks, with equal shares of tokens; state that
-does not fit elsewhere on SSD (3.5 GB/s a node; 25 GB/s with 8 x 200 Gb/s). With more GPUs, each has fewer states of
-experts to update, so the T5's rate grows faster than the number of GPUs."""
+does not fit elsewhere on SSD (3.5 GB/s a node, or 18.9). With more GPUs, each has fewer states of experts to update, so
+the T5's rate grows faster than the number of GPUs. On 64, RAM and GPU hold 163 of each GPU's 273 GB of state and
+gradients. The drives take 500 s a step (or 93) to read and write the rest."""
     plot = Plot("papers_angel", "GPUs", "PFLOP/s of all GPUs", ours)
     return Experiment(
         "Angel-PTM: throughput and scaling", text, ["| case | Pagoda, simulated |", "|---|---|", *rows], plot

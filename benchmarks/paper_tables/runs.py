@@ -93,28 +93,26 @@ def fits(shape: PaperShape, setup: Setup) -> bool:
 def _first_that_fits(shape: PaperShape, setup: Setup, then: Callable[..., Any]) -> Any:
     for mode in _MODES:
         try:
-            problem, times = _problem(shape, setup, mode)
-            return then(problem, times, shape, setup, mode)
+            return then(*_problem(shape, setup, mode), shape, setup, mode)
         except BudgetError as refusal:
             refused = refusal
     raise refused
 
 
-def _simulated(problem: Problem, times: float, shape: PaperShape, setup: Setup, mode: ActivationMode) -> Run:
+def _simulated(problem: Problem, flops: float, shape: PaperShape, setup: Setup, mode: ActivationMode) -> Run:
     usual = problem.plan()
     fixed = replace(problem.options, unit_limit=UNIT_BYTES, page_bytes=usual.page_bytes)
     best = search(replace(problem, options=fixed)).best
-    seconds = problem.compute.step_s
     tokens = setup.batch * shape.seq_len
-    of_all = _FORWARDS * sum(forward_flops(shape, tokens, shape.seq_len, setup.experts).values())
+    of_all = sum(forward_flops(shape, tokens, shape.seq_len, setup.experts).values())
     # The embedding and the head are in every part, so time goes by FLOPs.
-    rate = seconds * problem.hardware.matmul("bf16").reached_flop_per_s.value / best.step_s
-    return Run(shape, setup, mode, problem, best.name, best.plan, best.timeline, of_all / rate, rate)
+    step_s = of_all / flops * best.step_s
+    return Run(shape, setup, mode, problem, best.name, best.plan, best.timeline, step_s, _FORWARDS * of_all / step_s)
 
 
 def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Problem, float]:
-    """What is planned: a part of the layers if they are many, with the same part of every tier, and the number of such
-    parts. Activations are those of all layers."""
+    """What is planned: a part of the layers if they are many, with the same part of every tier, and the FLOPs of its
+    forward pass. Activations are those of all layers."""
     hardware, gpus = setup.hardware, setup.hardware.gpus_per_node
     ram = hardware.cpu.memory_bytes.value if setup.ram_gib is None else setup.ram_gib << 30
     host = _GPU_ALONE_RAM if setup.gpu_alone else int(ram * HOST_SHARE / gpus)
@@ -133,9 +131,10 @@ def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Pro
         checkpoint_minutes=0.0,  # as the papers count
         precision="bf16",
     )
-    part = _part(shape, setup.experts)
+    part = _part(shape)
     times = shape.layers / part.layers
-    problem, _ = problem_of(config, find_machine_for(config), _described(config, shape, part))
+    described = _described(config, shape, part)
+    problem, _ = problem_of(config, find_machine_for(config), described)
     budgets = replace(problem.budgets, ssd=None)
     if setup.ssd:
         assert hardware.ssd is not None
@@ -144,7 +143,7 @@ def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Pro
     if times > 1:
         roomy = replace(problem, budgets=ROOMY, options=replace(problem.options, split=None), saved=NO_BLOCKS)
         problem = replace(problem, budgets=budgets_of_part(roomy.plan().layout, budgets, times))
-    return problem, times
+    return problem, sum(described.forward_flops.values())
 
 
 def _bytes_of_matrices(shape: PaperShape) -> list[int]:
@@ -158,16 +157,15 @@ def _tile_bytes(shape: PaperShape) -> int | None:
     return max(TILE_BYTES, largest // _MOST_TILES) if largest > 2 * TILE_BYTES else None
 
 
-def _part(shape: PaperShape, experts: int) -> PaperShape:
-    """As many of a model's layers as make a plan of about `_MOST_UNITS` units."""
+def _part(shape: PaperShape) -> PaperShape:
+    """As many of a model's layers as make a plan of about `_MOST_UNITS` units. All of them if it has experts, because
+    moving and updating their states takes longer than computing with them, so time does not go by FLOPs."""
+    if shape.experts:
+        return shape
     matrices = _bytes_of_matrices(shape)
     tile = _tile_bytes(shape) or matrices[0]
     each = 1 if sum(matrices) <= UNIT_BYTES else 2 + sum(ceil(n / tile) for n in matrices)
-    least = _LEAST_LAYERS
-    if shape.experts:  # with a decoder layer for each
-        each, least = 2 * (shape.experts // experts + 4), 1
-    layers = min(shape.layers, max(least, _MOST_UNITS // each))
-    return replace(shape, layers=layers, decoder_layers=layers if shape.decoder_layers else 0)
+    return replace(shape, layers=min(shape.layers, max(_LEAST_LAYERS, _MOST_UNITS // each)))
 
 
 def _described(config: PlanConfig, shape: PaperShape, part: PaperShape) -> ModelDescription:
