@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 import pagoda
-from pagoda.calibrate import ComputeProfiler, Effort, calibrate
+from pagoda.calibrate.machine import calibrate
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
-from pagoda.calibrate.model import profile_of
+from pagoda.calibrate.meter import Effort
+from pagoda.calibrate.model import ComputeProfiler, profile_of
 from pagoda.config.training import Precision
 from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute

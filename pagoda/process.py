@@ -4,10 +4,12 @@ The settings last as long as the process. So a library must not change them; onl
 """
 
 import ctypes
+import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pagoda.errors import PagodaError, UsageError
 
@@ -52,6 +54,19 @@ def restart_spinning_briefly() -> None:
     setting."""
     if any(name not in os.environ for name in _SPINS) and not spin_briefly():
         os.execv(sys.executable, sys.orig_argv)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For work that makes many objects and drops few: imports, models, simulations. The garbage collector would look
+    at all of them again and again, and finds nothing before its end. That takes up to a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def callers_gpu() -> Callable[[], None]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import pagoda
-from pagoda.calibrate import Effort
+from pagoda.calibrate.meter import Effort
 from pagoda.calibrate.model import drop_gradient
 from pagoda.forecast.chrome_trace import chrome_trace
 from training import Paged, Plain, Workload

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pagoda
 from gpu_suite.common import Machine, Named, drawn_quickly, meta, release, timed
 from pagoda.budgets import budgets_of
-from pagoda.calibrate import ComputeProfiler, calibrate
-from pagoda.calibrate.model import ComputeProfile
+from pagoda.calibrate.machine import calibrate
+from pagoda.calibrate.model import ComputeProfile, ComputeProfiler
 from pagoda.forecast.compute import Compute
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan

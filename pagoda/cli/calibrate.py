@@ -27,7 +27,7 @@ def measure(config: CalibrateConfig, console: Console) -> tuple[Hardware, Path |
     written to, which is None except on the first rank."""
     import torch
 
-    from pagoda.calibrate import calibrate
+    from pagoda.calibrate.machine import calibrate
     from pagoda.mesh.world import launched
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,6 +11,7 @@ from pagoda.cli.flags import with_flags
 from pagoda.config.commands import CalibrateConfig
 from pagoda.errors import BudgetError
 from pagoda.forecast.config import PlanConfig
+from pagoda.process import without_garbage_collection
 from pagoda.simulate.hardware import hardware_file
 from pagoda.simulate.machines import AUTO, hardware_named
 
@@ -26,19 +27,20 @@ def run(config: PlanConfig, console: Console) -> int:
     if measured:
         hardware_named(config.hardware)  # refused before torch is imported, which takes seconds
 
-    from pagoda.forecast.advice import advise
-    from pagoda.forecast.chrome_trace import write_trace
-    from pagoda.forecast.degrees import search_degrees
-    from pagoda.forecast.draw import check_plotting, draw
-    from pagoda.forecast.forecast import forecast
-    from pagoda.forecast.largest import largest_model
-    from pagoda.forecast.machine import find_machine_for, with_precision
-    from pagoda.forecast.model_description import check_named, describe_model
-    from pagoda.forecast.pipeline import forecast_pipeline
-    from pagoda.forecast.record import as_lines
-    from pagoda.forecast.report import as_json, pipeline_table, show
-    from pagoda.forecast.step_size import with_step_size
-    from pagoda.models.build import planned_name
+    with without_garbage_collection():
+        from pagoda.forecast.advice import advise
+        from pagoda.forecast.chrome_trace import write_trace
+        from pagoda.forecast.degrees import search_degrees
+        from pagoda.forecast.draw import check_plotting, draw
+        from pagoda.forecast.forecast import forecast
+        from pagoda.forecast.largest import largest_model
+        from pagoda.forecast.machine import find_machine_for, with_precision
+        from pagoda.forecast.model_description import check_named, describe_model
+        from pagoda.forecast.pipeline import forecast_pipeline
+        from pagoda.forecast.record import as_lines
+        from pagoda.forecast.report import as_json, pipeline_table, show
+        from pagoda.forecast.step_size import with_step_size
+        from pagoda.models.build import planned_name
 
     if config.plot is not None:
         check_plotting()
@@ -58,7 +60,7 @@ def run(config: PlanConfig, console: Console) -> int:
     machine = find_machine_for(config)
     config, sized = with_step_size(config, machine)
     described = describe_model(config)
-    gc.freeze()  # the garbage collector need not look at imports and the model, which takes a third of a search
+    gc.freeze()  # the garbage collector need not look at imports and the model
     pipeline = forecast_pipeline(config, machine) if config.pipeline_parallel > 1 else None
     made = forecast(config, machine, described=described) if pipeline is None else pipeline.slowest
     made = replace(made, resolved=(*chosen, *sized, *made.resolved))

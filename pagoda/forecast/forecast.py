@@ -152,7 +152,7 @@ def check_configured(config: PlanConfig) -> None:
 
 def _measured(config: PlanConfig, problem: Problem) -> Compute:
     """Seconds of each module, measured on this machine's CPU."""
-    from pagoda.calibrate import ComputeProfiler
+    from pagoda.calibrate.model import ComputeProfiler
 
     assert config.model is not None
     profiler = ComputeProfiler(

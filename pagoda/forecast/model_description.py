@@ -18,6 +18,7 @@ from pagoda.plan.exchanges import Exchange
 from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 from pagoda.prepare.documents import window_of
 from pagoda.prepare.sequence_parallel import exchanged_width, reason_against
+from pagoda.process import without_garbage_collection
 
 _DESCRIBED = 2
 """Number of layers that are built to describe a built-in shape."""
@@ -200,6 +201,7 @@ def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _
 
 
 @lru_cache(maxsize=16)
+@without_garbage_collection()
 def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tree:
     """As `_tree_of_transformers`, once for each content of a model's configuration. The layers of a built-in decoder
     are alike, so two of them are built, without values, and stand for all. In the tree, quantized parameters count as

@@ -6,9 +6,7 @@ saved, and no graph holds a lease that must make room. Between two events, every
 or its share of a common resource (the SSD's two directions, the link's, RAM, and the CPU if it computes).
 """
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
@@ -20,6 +18,7 @@ from pagoda.plan.tiers import COLLECTIVE, LANES
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
+from pagoda.process import without_garbage_collection
 from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
@@ -61,7 +60,7 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float], work: Work
         raise ValueError(f"{len(tick_s)} times of compute for a trace of {len(plan.trace.accesses) - 1} accesses")
     rates, count = Rates(hardware, plan.ranks, plan.transfer_bytes, work), len(pass_begins(plan.trace))
     few = FEW
-    with _without_garbage_collection():
+    with without_garbage_collection():
         while plan.options.max_staleness is None and (trace := first_passes(plan.trace, tick_s, few)) is not None:
             simulation = Simulation(plan.retraced(trace), rates, tick_s[: len(trace.accesses) - 1])
             timeline = with_more_passes(simulation.run(), simulation.marks, count - few)
@@ -69,19 +68,6 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float], work: Work
                 return timeline
             few *= 2
         return Simulation(plan, rates, tick_s).run()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """The garbage collector finds nothing in a simulation before its end, and looks again and again at all that it
-    made: a third of the time of a search."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from ranks.ranks import RankServer
 
-from pagoda.calibrate import Effort, calibrate, drive
-from pagoda.calibrate.meter import Meter
+from pagoda.calibrate import drive
+from pagoda.calibrate.machine import calibrate
+from pagoda.calibrate.meter import Effort, Meter
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
 from pagoda.memory.ssd.file import PageFile
@@ -124,7 +125,7 @@ def test_what_cannot_be_read_or_written_exits_with_2(
     assert "none does not exist: create it" in error
     assert "Traceback" not in error
     assert not out.exists()
-    monkeypatch.setattr("pagoda.calibrate.calibrate", lambda *_: measured)
+    monkeypatch.setattr("pagoda.calibrate.machine.calibrate", lambda *_: measured)
     out.touch()
     assert main(["calibrate", "--out", str(out / "hardware.json")]) == 2
     assert "cannot be written" in capfd.readouterr().err
@@ -133,7 +134,7 @@ def test_what_cannot_be_read_or_written_exits_with_2(
 def test_the_command_shows_every_figure_and_where_the_file_went(
     measured: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pagoda.calibrate.calibrate", lambda *_: measured)
+    monkeypatch.setattr("pagoda.calibrate.machine.calibrate", lambda *_: measured)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["calibrate"]) == 0

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pagoda.calibrate import ComputeProfiler
-from pagoda.calibrate.model import ComputeProfile, Round, profile_of
+from pagoda.calibrate.model import ComputeProfile, ComputeProfiler, Round, profile_of
 from pagoda.errors import ConfigError
 
 

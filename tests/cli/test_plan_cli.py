@@ -165,7 +165,7 @@ def test_a_machine_that_was_not_measured_is_measured_for_its_first_plan(
         return SMALL
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("pagoda.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("pagoda.calibrate.machine.calibrate", calibrate)
     monkeypatch.setattr("pagoda.forecast.forecast._measured", lambda _config, problem: problem.compute)
     of = ("--model", "gpt-2x192", "--seq-len", 64, "--plan", "usual", "--json", "--memory.ssd", tmp_path)
     unknown = plan("--model", "gpt-2x", *of[2:])

@@ -8,7 +8,8 @@ from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.commits import Commit, Reference, table_hash
-from pagoda.memory.ssd.record import StoreRecord, locate, open_pages
+from pagoda.memory.ssd.record import StoreRecord, locate
+from pagoda.memory.ssd.striped import open_pages
 
 
 class CommittedPages:

@@ -12,8 +12,6 @@ from pagoda.errors import StorageError
 from pagoda.memory.files import TEMPORARY, inside, read_regular, replace_file, storage_errors, sync_descriptor
 from pagoda.memory.forms import FormError
 from pagoda.memory.ssd.commits import COMMIT_ID, FORMAT, RECORD_FORM, STORE_ID, VERSION, Commit, fields_of
-from pagoda.memory.ssd.file import PageFile
-from pagoda.memory.ssd.striped import StripedFile
 
 PREFIX = "pagoda-"
 RECORD, PAGES, COMMITS = "store.json", "pages", "commits"
@@ -166,16 +164,6 @@ def locate(store: str, places: Sequence[Path]) -> StoreRecord | None:
     if record is None or set(found) != set(range(len(record.directories))):
         return None
     return replace(record, directories=tuple(found[stripe] for stripe in range(len(found))))
-
-
-def open_pages(store: StoreRecord, read_only: bool = False) -> StripedFile:
-    """The slots of a store on disk. Raises StorageError if a page file is missing or shorter than the record says."""
-    stripes = zip(store.directories, store.pages_of_files, store.folders, strict=True)
-    files = (
-        PageFile(directory, pages, store.page_bytes, existing=folder / PAGES, read_only=read_only)
-        for directory, pages, folder in stripes
-    )
-    return StripedFile(files, store.portions)
 
 
 def stores_in(directory: Path) -> list[tuple[StoreRecord, int]]:

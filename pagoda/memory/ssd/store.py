@@ -25,14 +25,13 @@ from pagoda.memory.ssd.record import (
     StoreRecord,
     bytes_of_stores,
     locate,
-    open_pages,
     read_store,
     remove_temporary_files,
     stores_in,
     unknown_in,
 )
 from pagoda.memory.ssd.slots import PageTable, slots_of
-from pagoda.memory.ssd.striped import StripedFile, portion_of
+from pagoda.memory.ssd.striped import StripedFile, open_pages, portion_of
 
 _log = logging.getLogger("pagoda")
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from pagoda.errors import CorruptPageError
 from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.record import PAGES, StoreRecord
 from pagoda.memory.ssd.slots import UNWRITTEN, PageTable, Slots, stretches
 from pagoda.memory.ssd.xxh3 import hashes_of
 
@@ -120,3 +121,13 @@ def portion_of(slots: int, limits: Sequence[int | None]) -> tuple[int, ...] | No
         for drive in open_drives:
             counts[drive] += min(share, most[drive] - counts[drive], slots - sum(counts))
     return tuple(counts)
+
+
+def open_pages(store: StoreRecord, read_only: bool = False) -> StripedFile:
+    """The slots of a store on disk. Raises StorageError if a page file is missing or shorter than the record says."""
+    stripes = zip(store.directories, store.pages_of_files, store.folders, strict=True)
+    files = (
+        PageFile(directory, pages, store.page_bytes, existing=folder / PAGES, read_only=read_only)
+        for directory, pages, folder in stripes
+    )
+    return StripedFile(files, store.portions)
