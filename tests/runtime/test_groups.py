@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from pairwise import each_once
+from reference import TORCH_FUSES
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, assert_equal, squeeze
@@ -83,7 +83,7 @@ def test_groups_and_schedules_do_what_they_do_in_torch(scheduler: str, announced
     assert_trains_as_torch(mine, (plain, reference), STEPS, advance)
 
 
-@pytest.mark.skipif(not reference.TORCH_FUSES, reason="torch does not fuse on this CPU")
+@pytest.mark.skipif(not TORCH_FUSES, reason="torch does not fuse on this CPU")
 @pytest.mark.parametrize("placement", [None, HOST_WEIGHTS, ALL_ON_SSD, ARENA])
 def test_groups_of_sgd_train_with_torchs_bits_wherever_they_are(
     placement: str | None, wrap: Wrap, tmp_path: Path
