@@ -12,6 +12,9 @@ from pagoda.optim.rule import ElementwiseRule
 States = Mapping[str, torch.Tensor]
 Numbers = Sequence[torch.Tensor]
 
+TORCH_FUSES = torch.tensor(-(1 + 2**-11)).add_(torch.tensor(1 + 2**-12), alpha=1 + 2**-12).item() != 0.0
+"""Whether torch's sums with a factor are rounded once on this CPU. They are if it has AVX2 or AVX-512."""
+
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16 high and int16 low halves of fp32 ``master``, of its shape."""
@@ -41,6 +44,22 @@ def join_fp16(weight: torch.Tensor, weight_low: torch.Tensor) -> torch.Tensor:
 def _unit(weight: torch.Tensor) -> torch.Tensor:
     exponent = (weight.view(torch.int16) >> 10) & 0x1F
     return torch.ldexp(torch.ones(weight.shape), exponent.clamp(min=1).to(torch.int32) - 40)
+
+
+def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """``a * b + c`` of fp32 tensors, rounded once.
+
+    The product is exact in fp64. The sum is rounded to odd: if it is not exact, its last bit is set. Then rounding it
+    to fp32 does not round twice (Boldo and Melquiond 2008).
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    added = total - product
+    error = (product - (total - added)) + (c - added)
+    bits = total.view(torch.int64)
+    to_odd = (error != 0) & total.isfinite() & (bits & 1 == 0)
+    odd = bits + torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(to_odd, odd, bits).view(torch.float64).float()
 
 
 def update(
@@ -118,15 +137,15 @@ def _adam_step(states: States, w: torch.Tensor, g: torch.Tensor, rates: Numbers,
 
 
 def _sgd(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _noise: Key | None) -> torch.Tensor:
-    grad_scale, weight_decay, carried, taken, momentum, nesterov, lr = scalars
+    grad_scale, weight_decay, carried, taken, momentum, nesterov, minus_lr = scalars
     g = g * grad_scale
-    g = g + w * weight_decay
+    g = fused(w, weight_decay, g) if weight_decay else g
     if "momentum_buffer" not in states:
-        return w - lr * g
-    m = states["momentum_buffer"] * carried + g * taken
+        return fused(g, minus_lr, w)
+    m = fused(g, taken, states["momentum_buffer"] * carried)
     states["momentum_buffer"].copy_(m)
-    d = g + m * momentum if nesterov else m
-    return w - lr * d
+    d = fused(m, momentum, g) if nesterov else m
+    return fused(d, minus_lr, w)
 
 
 def _sign_sgd(_states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _noise: Key | None) -> torch.Tensor:

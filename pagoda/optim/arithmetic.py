@@ -26,6 +26,7 @@ from pagoda.optim.jit import (
     extended,
     float_of,
     fp32,
+    fused,
     multiply,
     number,
     quiet_bits,
@@ -74,14 +75,15 @@ def adam_element(w: Any, m: Any, v: Any, gradient: Any, scalars: Any, decoupled:
 
 @part
 def sgd_element(w: Any, m: Any, gradient: Any, scalars: Any, has_momentum: Any) -> Any:
-    grad_scale, weight_decay, carried, taken, momentum, nesterov, lr = scalars
+    grad_scale, weight_decay, carried, taken, momentum, nesterov, minus_lr = scalars
     g = gradient * grad_scale
-    g = g + w * weight_decay
+    # Not even a product with zero is added where there is no decay: it would be NaN, or change the sign of a zero.
+    g = where(weight_decay > fp32(0.0), fused(w, weight_decay, g), g)
     d = g
     if has_momentum:
-        m = m * carried + g * taken
-        d = where(nesterov > fp32(0.0), g + m * momentum, m)
-    return w - lr * d, m
+        m = fused(g, taken, m * carried)
+        d = where(nesterov > fp32(0.0), fused(m, momentum, g), m)
+    return fused(d, minus_lr, w), m
 
 
 @part

@@ -1,6 +1,7 @@
 """The primitives of `arithmetic` for the CPU: strict Numba on single elements.
 
-Strict means no fast-math and no fused multiply-add: each operation rounds once, in the order that the rules define.
+Strict means no fast-math: each operation rounds once, in the order that the rules define. A multiplication and an
+addition are fused where a rule says so (`fused`), and nowhere else.
 
 Integers are unsigned 32-bit integers that wrap. Numba would compute in 64 bits, and a vector would hold half as many.
 So each operation is LLVM's 32-bit instruction.
@@ -84,6 +85,17 @@ def divide(a: Any, b: Any) -> Any:
 @part
 def square_root(value: Any) -> Any:
     return np.sqrt(value)
+
+
+def _fused_intrinsic(_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(*[types.float32] * 3), codegen
+
+
+fused = intrinsic(_fused_intrinsic)
+"""(a, b, c): a * b + c, rounded once. A CPU without such an instruction calls libm's fmaf, which is exact and slow."""
 
 
 # fp16. Numba has none on the CPU; most CPUs have instructions that convert it (F16C), to nearest, ties to even.

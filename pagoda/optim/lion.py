@@ -11,8 +11,8 @@ operations is that of the PyPI package ``lion-pytorch``.
     w = w - lr * sign(c)                        sign(0) = sign(NaN) = 0
     m = m * beta2 + g * one_minus_beta2
 
-The package fuses the second multiplication of c and of m with the addition. So its bits are the same where these
-products are exact, for example with betas that are powers of two. Elsewhere, its c and m may differ by one rounding.
+torch fuses the second multiplication of c and of m with the addition in the package's code. So the package's bits are
+the same if one_minus_beta1 and one_minus_beta2 are powers of two. Else its c and m may differ by one rounding.
 """
 
 from dataclasses import dataclass

@@ -3,20 +3,21 @@
 Source: Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in deep learning" (ICML
 2013), in torch's form, where the learning rate is not in the buffer.
 
-**Definition**: per element, in fp32, in this order, rounding once after each operation, with no fused multiply-add::
+**Definition**: per element, in fp32, in this order, rounding once after each operation, where ``fma(a, b, c)`` is one
+operation, a * b + c::
 
     g = float(gradient) * grad_scale
-    g = g + w * weight_decay
-    m = m * carried + g * taken
-    d = g + m * momentum where nesterov is 1, else m
-    w = w - lr * d
+    g = fma(w, weight_decay, g)                 unless weight_decay is 0
+    m = fma(g, taken, m * carried)
+    d = fma(m, momentum, g) where nesterov is 1, else m
+    w = fma(d, minus_lr, w)
 
 ``carried`` is the momentum and ``taken`` is 1 - dampening. At a parameter's first update, torch sets the buffer to the
 gradient, whatever the dampening. So ``taken`` is then 1 and ``carried`` is -0.0, which also keeps the sign of zeros.
 Without momentum there is no buffer, and d is g.
 
-torch's vectorised code fuses each multiplication with the addition that follows. So its bits are the same where the
-products are exact, for example with settings that are powers of two. Elsewhere, each line may differ by one rounding.
+These are the operations of torch's kernels on CPUs with AVX2 or AVX-512, with ``foreach`` or without. On older CPUs,
+torch rounds each product. With ``fused=True`` and momentum, it fuses another product.
 """
 
 from collections.abc import Mapping
@@ -72,7 +73,7 @@ class SGD(ElementwiseRule):
         return "sgd_momentum" if self.momentum else "sgd"
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-        """grad_scale, weight_decay, carried, taken, momentum, nesterov and lr."""
+        """grad_scale, weight_decay, carried, taken, momentum, nesterov and minus_lr."""
         carried, taken = (-0.0, 1.0) if step == 1 else (self.momentum, 1.0 - self.dampening)
-        exact = (grad_scale, self.weight_decay, carried, taken, self.momentum, float(self.nesterov), self.lr)
+        exact = (grad_scale, self.weight_decay, carried, taken, self.momentum, float(self.nesterov), -self.lr)
         return tuple(map(fp32, exact))

@@ -26,7 +26,7 @@ A kernel takes at most 2**31 - 2**20 elements.
 """
 
 _STRICT = {"enable_fp_fusion": False}
-"""Launch options of every kernel: each operation rounds by itself."""
+"""Launch options of every kernel: each operation rounds by itself, as it is written."""
 _SIZE = 1024
 """Number of elements of a program."""
 _TILE = 16

@@ -1,10 +1,11 @@
 """`arithmetic` on a GPU. Triton compiles its source with the primitives below in place of the CPU's.
 
-Triton's `*`, `+` and `-` on fp32 round once each if the launch has `enable_fp_fusion=False`. `/` and `sqrt` do not, so
-division and square root are `tl.div_rn` and `tl.sqrt_rn`. Integers wrap if `sanitize_overflow` is off.
+Triton's `*`, `+` and `-` on fp32 round once each if the launch has `enable_fp_fusion=False`, and `tl.fma` rounds once.
+`/` and `sqrt` do not, so division and square root are `tl.div_rn` and `tl.sqrt_rn`. Integers wrap if
+`sanitize_overflow` is off.
 
 Import this only if there is a GPU, or set TRITON_INTERPRET=1 before Triton is first imported. Then the kernels run on
-the CPU, slowly, in Triton's interpreter.
+the CPU, slowly, in Triton's interpreter, whose `tl.fma` rounds twice.
 """
 
 from collections.abc import Callable
@@ -107,6 +108,11 @@ def divide(a, b):
 @jit()
 def square_root(value):
     return tl.sqrt_rn(value)
+
+
+@jit()
+def fused(a, b, c):
+    return tl.fma(a, b, c)
 
 
 def _on_gpu(primitives: dict[str, Any], source: ModuleType) -> dict[str, Any]:

