@@ -300,9 +300,7 @@ class Engine:
 
     def prepare_replacing(self) -> None:
         """Make states ready to be replaced. Raises UsageError if they cannot be replaced here."""
-        self.accesses.check_not_closed()
-        if self.accesses.stopped:
-            self._begin_anew()
+        self.accesses.check_open()
         self.check_not_gathered("optimizer.load_checkpoint()")
         self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
 
@@ -313,8 +311,6 @@ class Engine:
         if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
-        if self.accesses.stopped:
-            self._begin_anew()
         self.stepper.drop_step()
         self.accesses.agree("loading a checkpoint")
         self.accesses.wait_until_idle()  # what that has undone must have ended before states change
@@ -328,27 +324,6 @@ class Engine:
         self.accesses.wait_until_idle()
         self.accesses.tell(self.scheduler.restored, *late)
         self.damage.cause = None
-
-    def _begin_anew(self) -> None:
-        """An exception, as of Ctrl-C, has left an event of training half done. Keep the memory, and begin everything
-        else anew. States have no values afterwards."""
-        if self.rank_group is not None:
-            raise StorageError(
-                "An event of training was cut off, which other ranks do not know: start all ranks again."
-            )
-        self._threads.settle(self._executor)
-        self._executor.let_go()
-        self.store.begin_anew()
-        self.scheduler.begin_anew(schedule_plan(self.plan))
-        self._executor.begin_anew()
-        for part in (self.gradients, self.leases, self._threads.updates):
-            part.take_memory()
-        for unit in self.units:
-            unit.begin_anew()
-        self.active_forwards.begin_anew()
-        self.accesses.begin_anew()
-        self.stepper.begin_anew()
-        self._speculations = 0, 0
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
@@ -415,8 +390,7 @@ class Engine:
         _OPEN.discard(self)
         self._dropped.detach()
         if self.accesses.stopped:
-            self._threads.settle(self._executor)
-            self._threads.updates.take_memory()
+            self._executor.abandon(UsageError("The optimizer is closed."))
         with ExitStack() as stack:
             stack.callback(give_back, self._executor, self.store)
             stack.callback(self.graphs.offloader.close)

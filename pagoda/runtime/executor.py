@@ -122,20 +122,11 @@ class Executor:
         self.capture = None
         self._scheduler.end_checkpoint()
 
-    def abandon(self, error: BaseException) -> list[Lane]:
-        """The driver has stopped. Let all work fail that waits for other work. Returns the lanes that only parts of
-        this have."""
+    def abandon(self, error: BaseException) -> None:
+        """The driver has stopped. Let all work fail that waits for other work."""
         if self.capture is not None:
             self.capture.end(error)
         self.updates.refuse(error)
-        self._leases.refill()
-        return self._gradients.refill()
-
-    def begin_anew(self) -> None:
-        """Lanes have ended all work, and the scheduler has begun anew. Nothing is under way."""
-        self._held.clear()
-        self.spill_failure = self.capture = None
-        self.driver.restart()
 
     def close(self) -> bool:
         """Release all memory. Every lane must have ended. Returns whether someone still holds weights of a lease."""

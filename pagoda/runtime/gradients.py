@@ -375,11 +375,6 @@ class GradientBuffers:
         self._of_step.clear()
         self._bounce = Ring(())
 
-    def refill(self) -> list[Lane]:
-        """Let no addition wait for a buffer. What they add does not count any more. Returns their lane, if any."""
-        self._bounce.refill()
-        return [] if self._adders is None else [self._adders]
-
     def close(self) -> None:
         """Join the threads that add gradients."""
         if self._adders is not None:

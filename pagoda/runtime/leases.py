@@ -98,10 +98,6 @@ class Fetcher:
             if unit.index not in in_frames:
                 self.lease_home(unit)
 
-    def refill(self) -> None:
-        """Let no fetch wait for a slot. What fetches bring does not count any more."""
-        self._ring.refill()
-
     def lease_home(self, unit: LiveUnit) -> None:
         """Lease a unit in place, where its home is now. Views of an earlier place may see its contents change."""
         scheduled = self._scheduler.lease(unit.index)

@@ -346,11 +346,6 @@ class Store:
         assert tier is not None
         return tier
 
-    def begin_anew(self) -> None:
-        """Forget the values of all states, which will be replaced, and who has which pages. Nothing uses any."""
-        self._divide(self.plan, self.host.anew(), self.device and self.device.anew())
-        self._place_on_ssd({})
-
     # --- another placement --------------------------------------------------------------------------------
 
     def move(self, plan: Plan) -> None:

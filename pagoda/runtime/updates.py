@@ -17,7 +17,6 @@ from pagoda.optim.rule import StateSpec
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
-from pagoda.process import may_be_of_signal
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
@@ -174,8 +173,6 @@ class UpdateStream:
             try:
                 update.guess.begin()
             except BaseException as raised:
-                if may_be_of_signal(raised):
-                    raise
                 error = raised
         if error is None:
             self._tell(self._stream.ask, update, update.unit.index, self._changing(update))
@@ -247,8 +244,6 @@ class UpdateStream:
         try:
             handles.extend(submitted)
         except BaseException as error:  # it ends after all that was submitted
-            if may_be_of_signal(error):
-                raise
             handles.append(Handle())
             handles[-1].finish(error)
         all_of(handles).then(partial(self._tell, ended, block))

@@ -43,19 +43,11 @@ class Scheduler:
         self.versions = Versions(plan)
         self.steps = 0
         """The number of steps that were taken, skipped or dropped."""
-        self.begin_anew(plan)
-
-    def begin_anew(self, plan: SchedulePlan) -> None:
-        """Forget all that was under way. States will be `restored`. Only steps and editions go on."""
         self._out: list[Operation] = []
         self._under_way = 0
         """The number of operations that have not been reported as over."""
         routed = frozenset(unit for unit, of in enumerate(plan.units) if of.routed)
         self.order = Order(plan.trace, len(plan.units), routed)
-        editions = [weights.edition for weights in self.versions.of]
-        self.versions = Versions(plan)
-        for weights, edition in zip(self.versions.of, editions, strict=True):
-            weights.edition = edition
         self.moved(plan)
 
     def moved(self, plan: SchedulePlan) -> None:
