@@ -311,6 +311,7 @@ class Engine:
         if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
+        self._executor.updates.give_up()
         self.stepper.drop_step()
         self.accesses.agree("loading a checkpoint")
         self.accesses.wait_until_idle()  # what that has undone must have ended before states change
@@ -322,8 +323,7 @@ class Engine:
             self.damage.note(error)
             raise
         self.accesses.wait_until_idle()
-        self.accesses.tell(self.scheduler.restored, *late)
-        self.damage.cause = None
+        self.accesses.tell(self._executor.restored, late)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:

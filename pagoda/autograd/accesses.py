@@ -283,15 +283,16 @@ class Accesses:
         `lane`, or to what that waits for. If nothing can make the condition hold, `refuse` is called, which raises."""
         if self._driver.ask(until):
             return
+        self._executor.retry_updates()
 
         def ended() -> bool:
-            return until() or self._scheduler.broken
+            return until() or self._scheduler.broken or self._executor.stall is not None
 
         with self.meter.waiting(lane), labelled(f"pagoda::wait_{lane}"):
             self.turn.waiting(self._driver.wait, ended, lambda: self._find_way_out(ended, refuse))
         # It may hold no longer: ranks may have added up another gradient since.
-        if self._scheduler.broken and not until():
-            self.turn.waiting(self._executor.damage.raise_cause)
+        if not until():
+            self.turn.waiting(self._executor.raise_failure)
 
     def agree(self, what: str) -> None:
         """Return when all ranks do the named thing, which changes weights. Raises UsageError if some do another

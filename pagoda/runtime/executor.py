@@ -1,10 +1,11 @@
 """The executor: carries out the scheduler's operations on real memory, and reports how each ended."""
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pagoda.errors import NonFiniteGradientError
+from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
@@ -19,7 +20,10 @@ from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
 from pagoda.runtime.updates import Extents, RunningUpdate, UpdateStream
 from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.records import Late
 from pagoda.schedule.scheduler import Scheduler
+
+_log = logging.getLogger("pagoda")
 
 
 @dataclass(eq=False, repr=False)
@@ -40,6 +44,8 @@ class Executor:
     """RECLAIMs of weights to which something still referred."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
+    stall: BaseException | None = None
+    """The error of a drive for which an update waits. The update is tried again when compute waits next."""
     capture: Capture | None = None
     """The checkpoint that is being written, if any."""
     share: Callable[[UnitGradient, str], Handle] | None = None
@@ -73,6 +79,22 @@ class Executor:
                 self._held.remove(operation)
                 self.driver.tell(self._let_go, operation)
 
+    def retry_updates(self) -> None:
+        """Try again what updates could not read or write."""
+        if self.stall is not None:
+            self.stall = None
+            self.updates.retry()
+
+    def raise_failure(self) -> None:
+        """Raise the error for which compute waits no longer."""
+        if self._scheduler.broken:
+            self.damage.raise_cause()
+        if self.stall is not None:
+            raise StorageError(
+                f"{self.stall} -- An update needs this. Nothing is lost: Pagoda tries again when it is used next. "
+                "If the drive cannot be mended, load a checkpoint."
+            ) from self.stall
+
     def raise_spill_failure(self) -> None:
         """If a SPILL has failed and is not tried again, raise its error, and try it again."""
         error, self.spill_failure = self.spill_failure, None
@@ -84,6 +106,12 @@ class Executor:
         """`step()` was called. This is an event."""
         self._scheduler.end_step(clipped, changed=changed, unused=unused)
         self._end_pending()
+
+    def restored(self, late: Late) -> None:
+        """Every state has been replaced. `late`: how late the weights are. This is an event."""
+        self._scheduler.restored(*late)
+        self.stall, self.updates.gives_up = None, False
+        self.damage.cause = None
 
     def lend(self, unit: LiveUnit) -> Handle | None:
         """Another rank is about to read a unit's weights in their home. Returns the handle that it must wait for, if
@@ -115,6 +143,7 @@ class Executor:
         """Start a checkpoint that reads every unit. This is an event."""
         self.capture = capture
         self._scheduler.begin_checkpoint(capture.in_place)
+        self.retry_updates()
         self._end_lost_capture()
 
     def end_checkpoint(self) -> None:
@@ -249,7 +278,15 @@ class Executor:
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
         pieces = [(gradient, gradient.segments) for gradient in gradients]
-        self.updates.submit(RunningUpdate(pieces, extents, guess, kept, updated, written, used))
+        retried = guess is None and self.share is None  # other ranks would wait
+        stalled = partial(tell, self._note_stalled) if retried else None
+        self.updates.submit(RunningUpdate(pieces, extents, guess, kept, updated, written, used, stalled))
+
+    def _note_stalled(self, error: BaseException) -> None:
+        _log.warning("An update waits for a drive, and is tried again: %s", error)
+        self.stall = error
+        if self.capture is not None and self._scheduler.checkpoint.left:
+            self.capture.end(error)  # it may wait for this update
 
     def _refused(self, operation: Operation) -> None:
         self._scheduler.refused(operation)

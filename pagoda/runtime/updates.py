@@ -58,6 +58,8 @@ class RunningUpdate(NamedTuple):
     """Ends when every state is in its home."""
     used: Callable[[], None]
     """Called when the gradients have been read."""
+    stalled: Callable[[BaseException], None] | None = None
+    """Called when a drive has failed. The update waits for `UpdateStream.retry`. If None, the update fails at once."""
 
     @property
     def unit(self) -> LiveUnit:
@@ -121,6 +123,8 @@ class UpdateStream:
         """Thread -> the actions that it carries out now. Lanes may do small work at once, whose end adds to them."""
         self._refusal: BaseException | None = None
         """The error with which every further update fails."""
+        self.gives_up = False
+        """Whether an update fails for good if a drive fails."""
 
     def submit(self, update: RunningUpdate) -> None:
         """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.
@@ -137,6 +141,15 @@ class UpdateStream:
         room."""
         if self._refusal is None:
             self._tell(self._stream.read_ahead, unit)
+
+    def retry(self) -> None:
+        """Try again what drives have failed to read or write."""
+        self._tell(self._stream.retry)
+
+    def give_up(self) -> None:
+        """Let updates fail that wait for a drive, and later ones at once."""
+        self.gives_up = True
+        self._tell(self._stream.give_up)
 
     def drop_ahead(self) -> None:
         """Drop what was read ahead. No update may be under way."""
@@ -155,10 +168,12 @@ class UpdateStream:
         """Let every update that has not begun fail with an error."""
         self._refusal = error
         self._tell(self._stream.refuse, error)
+        self.give_up()
 
     def close(self) -> None:
         """Finish the submitted updates. Later ones, which come of what was under way, fail."""
         self._refusal = self._refusal or UsageError("The optimizer is closed.")
+        self.give_up()
         self.drop_ahead()
         self.wait_until_idle()
 
@@ -216,6 +231,13 @@ class UpdateStream:
             self._do[action.do](action.about)
             return
         update: RunningUpdate = action.about
+        if action.do is Do.STALL:
+            assert action.error is not None
+            if update.stalled is None or self.gives_up:
+                self._tell(self._stream.give_up, update)
+            else:
+                update.stalled(action.error)
+            return
         weights_on_ssd = self._store.run(update.unit.index, WEIGHT) is not None
         if action.do is Do.USED:
             update.used()
