@@ -45,7 +45,8 @@ class Executor:
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
     stall: BaseException | None = None
-    """The error of a drive for which an update waits. The update is tried again when compute waits next."""
+    """The error of a drive for which an update or a read of a gradient waits. It is tried again when compute waits
+    next."""
     capture: Capture | None = None
     """The checkpoint that is being written, if any."""
     share: Callable[[UnitGradient, str], Handle] | None = None
@@ -83,6 +84,7 @@ class Executor:
         """Try again what updates could not read or write."""
         if self.stall is not None:
             self.stall = None
+            self.driver.tell(self._scheduler.try_again)
             self.updates.retry()
 
     def raise_failure(self) -> None:
@@ -99,7 +101,7 @@ class Executor:
         """If a SPILL has failed and is not tried again, raise its error, and try it again."""
         error, self.spill_failure = self.spill_failure, None
         if error is not None and self._scheduler.spilling_fails:
-            self.driver.tell(self._scheduler.spill_again)
+            self.driver.tell(self._scheduler.try_again)
             raise error
 
     def end_step(self, clipped: bool, changed: Collection[int], unused: Collection[int]) -> None:
@@ -200,8 +202,10 @@ class Executor:
             self._units[operation.unit].fetch_error = error
         elif operation.kind is Kind.SPILL:
             self.spill_failure = self.spill_failure or error
+        elif operation.kind is Kind.RELOAD:
+            self._note_stalled(error)
         self._scheduler.failed(operation)
-        if self._scheduler.broken or operation.kind is Kind.RELOAD:
+        if self._scheduler.broken:
             self.damage.note(error)
         self._end_pending()
         self._end_lost_capture()

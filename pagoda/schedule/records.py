@@ -57,7 +57,7 @@ class GradientRecord:
     wanted: bool = False
     """Whether an update or compute waits for the gradient to be in RAM."""
     lost: bool = False
-    """Whether a part of the gradient failed to arrive or to be read back. A lost gradient cannot be used."""
+    """Whether a part of the gradient failed to arrive. A lost gradient cannot be used."""
     dropped: bool = False
     """Whether the gradient is no longer needed. Its buffer is free once nothing moves it."""
     payload: Any = None

@@ -177,9 +177,9 @@ class Scheduler:
         self.turns.restored(turn)
         self._pump()
 
-    def spill_again(self) -> None:
-        """Compute was told that a SPILL has failed, so it is tried again."""
-        self.gradients.spill_again()
+    def try_again(self) -> None:
+        """Compute was told that a SPILL or RELOAD has failed, so it is tried again."""
+        self.gradients.try_again()
         self._pump(ranks_agree=False)
 
     def prepare_checkpoint(self) -> None:
@@ -245,8 +245,8 @@ class Scheduler:
     def failed(self, operation: Operation) -> None:
         """An operation has failed. The executor raises its error where it matters.
 
-        A failed FETCH, SPILL or SAVE loses nothing. A FETCH is retried as long as compute waits for it, and a SPILL
-        when compute next makes a gradient, or once it has been told (`spill_again`). After a failed OFFLOAD the step
+        A failed FETCH, SPILL, RELOAD or SAVE loses nothing. A FETCH is retried as long as compute waits for it, a SPILL
+        when compute next makes a gradient, and both SPILL and RELOAD once it has been told (`try_again`). After a failed OFFLOAD the step
         must be dropped. A failed speculative UPDATE is undone. After any other failure, no state can be used until all
         are `restored`.
         """

@@ -341,7 +341,7 @@ def test_updates_that_need_the_buffer_of_what_could_not_be_written_begin_once_co
     end_all(scheduler)
     assert scheduler.checkpoint_lost
     scheduler.end_checkpoint()
-    scheduler.spill_again()
+    scheduler.try_again()
     assert units_of(Kind.UPDATE, end_all(scheduler)) == [0, 1, 2]
     assert not scheduler.checkpoint_lost
 

@@ -120,7 +120,7 @@ class Facts(Observer):
         self.useless: set[Key] = set()
         """Gradients that were dropped, or that a final update has read."""
         self.lost: set[Key] = set()
-        """Gradients of which a part has failed to arrive, or to be read back."""
+        """Gradients of which a part has failed to arrive."""
         self.kept: set[object] = set()
         """Updates that have become final before `step()` or with it."""
 
@@ -241,7 +241,7 @@ class Facts(Observer):
         self._over(op)
 
     def failed(self, op: Operation) -> None:
-        if op.kind in (Kind.OFFLOAD, Kind.RELOAD):
+        if op.kind is Kind.OFFLOAD:
             self.lost.add(key_of(op.gradients[0]))
         self._over(op)
 
