@@ -198,8 +198,8 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
         elif place in (HOME, BOTH):
             updated = float(whole) if place == HOME else 1.0 if few or whole else 0.8
             split = pagoda.Split(device_home_share=1.0, device_update_share=updated)
-            late = options.max_staleness or 0
-            names = (*(s.name for s in layout.states), *[GRAD] * (1 + late), *[WEIGHT] * (late > 0))
+            late = options.asynchronous
+            names = (*(s.name for s in layout.states), *[GRAD] * (1 + late), *[WEIGHT] * late)
             beside = sum(map(layout.total_pages, names))
             beside = beside if few else beside // (2 if place == HOME else 3)
         if split is not None and split.device_update_share:

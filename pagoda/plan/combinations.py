@@ -39,7 +39,7 @@ def check_features(options: Options, states: Sequence[StateSpec], tiled: bool) -
     `tile_limit` is set."""
     used = {
         Feature.WHOLE: states[0].whole is not None,
-        Feature.ASYNC: options.max_staleness is not None,
+        Feature.ASYNC: options.asynchronous,
         Feature.SPECULATE: options.speculate is True,
         Feature.TILES: tiled,
     }

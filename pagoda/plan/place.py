@@ -91,7 +91,7 @@ class _Placer:
         page = layout.page_bytes
         self.device, self.ssd = (None if n is None else n // page for n in (budgets.device, budgets.ssd))
         self.all = frozenset(unit.index for unit in layout.units)
-        self.asynchronous = options.max_staleness is not None
+        self.asynchronous = options.asynchronous
         self.during_backward = options.update_during_backward
         self.speculates = options.may_speculate
         self.update_ring = 0
@@ -242,9 +242,8 @@ class _Placer:
         lines = {state.name: sum(self._by_unit(state.name).values()) for state in layout.small}
         lines[CHECKPOINT] = layout.piece_pages
         lines[WORK] = layout.work_pages
-        if self.options.max_staleness is not None:
-            grads = sum(self._by_unit(GRAD).values())
-            lines |= {GRAD: grads, GRAD_QUEUE: self.options.max_staleness * grads}
+        if self.asynchronous:
+            lines[GRAD] = lines[GRAD_QUEUE] = sum(self._by_unit(GRAD).values())
         if self.device is not None:
             buffers, elements = layout.bounce
             widest = max(map(layout.offloaded_itemsize, layout.units))
@@ -445,8 +444,8 @@ class _Placer:
     def _lines_at_home(self, layout: Layout, unit: UnitSpec, states: Sequence[str]) -> dict[str, int]:
         """Line -> pages of the device that states of a unit take if they live there."""
         lines = {state: layout.pages(unit, state) for state in states}
-        if self.options.max_staleness is not None and GRAD in lines:
-            lines[GRAD_QUEUE] = self.options.max_staleness * lines[GRAD]
+        if self.asynchronous and GRAD in lines:
+            lines[GRAD_QUEUE] = lines[GRAD]
         return lines
 
     @property
@@ -461,7 +460,7 @@ class _Placer:
             needed, available = needed + self.reserved, available + self.reserved
             if self.asynchronous:
                 grads = format_bytes(self.fixed.get(GRAD, 0) * page)
-                setting += f", or lower max_staleness: RAM keeps gradients of max_staleness + 1 steps, {grads} each"
+                setting += f", or set update='sync': async keeps the gradients of 2 steps in RAM, {grads} each"
         raise BudgetError(
             f"The training state does not fit: {tier} needs at least {format_at_least(needed * page)} and has "
             f"{format_bytes(available * page)}, {format_at_least((needed - available) * page)} short. "

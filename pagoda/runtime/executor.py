@@ -48,7 +48,7 @@ class Executor:
     def __post_init__(self) -> None:
         gradients = self._gradients
         self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation), self.damage)
-        self._asynchronous = self._store.plan.options.max_staleness is not None
+        self._asynchronous = self._store.plan.options.asynchronous
         self._do = {
             Kind.FETCH: self._fetch,
             Kind.RECLAIM: self._reclaim,
@@ -147,11 +147,11 @@ class Executor:
         a lease."""
         for unit in self._units:  # the scheduler outlives this, with its records
             weights = self._scheduler.weights(unit.index)
-            updates = [weights.update, weights.asking, weights.guess, weights.closed, *weights.later, *weights.sharing]
-            records = [weights.requested, *weights.open]
-            for update in filter(None, updates):
+            one_each = [weights.update, weights.asking, weights.guess, weights.unannounced]
+            records = [weights.requested]
+            for update in filter(None, (*one_each, *weights.later, *weights.sharing)):
                 update.payload = None
-                records += update.records
+                records.append(update.record)
             for record in filter(None, records):
                 record.payload = None
         self._gradients.let_go()
@@ -201,7 +201,7 @@ class Executor:
             self.capture.end(self.damage.cause or self.spill_failure)
 
     def _fetch(self, operation: Operation) -> None:
-        after = [record.payload.shown for record in operation.gradients]
+        after = [] if operation.gradient is None else [operation.gradient.payload.shown]
         if operation.undoing is not None:
             after.append(operation.undoing.payload.over)
         handle = self._leases.fetch(operation, self._units[operation.unit], after)
@@ -223,29 +223,26 @@ class Executor:
         self._scheduler.let_go(operation)
 
     def _update(self, operation: Operation) -> None:
-        gradients = [record.payload for record in operation.gradients]
-        last = gradients[-1]
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         guess = None
         if operation.undoable:
-            guess = operation.about.payload = Guess(self._store, last, operation.home)
+            guess = operation.about.payload = Guess(self._store, gradient, operation.home)
             updated, written = guess.updated, guess.written
         else:
-            updated, written = last.updated, last.written
-            last.begun = True
+            updated, written = gradient.updated, gradient.written
+            gradient.begun = True
         store, unit = self._store, operation.unit
         extents = Extents(store.newest_extents(unit), store.extents(unit, operation.home))
         tell, scheduler = self.driver.tell, self._scheduler
         if operation.unit in store.plan.placement.on_device:
-            last.issued = self._device.fence()
+            gradient.issued = self._device.fence()
 
         def weights_written(error: BaseException | None) -> None:
             if error is None:
                 tell(scheduler.weights_written, operation)
 
         def ended(error: BaseException | None) -> None:
-            for gradient in gradients[:-1]:
-                gradient.updated.finish(error)
-                gradient.written.finish(error)
             if guess is not None:
                 tell(guess.end)
             if isinstance(error, NonFiniteGradientError):
@@ -257,8 +254,7 @@ class Executor:
         all_of([written, updated]).then(ended)
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
-        pieces = [(gradient, gradient.segments) for gradient in gradients]
-        self.updates.submit(RunningUpdate(pieces, extents, guess, kept, updated, written, used))
+        self.updates.submit(RunningUpdate(gradient, gradient.segments, extents, guess, kept, updated, written, used))
 
     def _refused(self, operation: Operation) -> None:
         self._scheduler.refused(operation)
@@ -266,7 +262,8 @@ class Executor:
             guess.over.finish()
 
     def _keep(self, operation: Operation) -> None:
-        gradient: UnitGradient = operation.gradients[0].payload
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         if operation.about is None:
             gradient.unit.updated = True
             gradient.request()
@@ -282,7 +279,8 @@ class Executor:
 
     def _share(self, operation: Operation) -> None:
         assert self.share is not None, "only ranks share"
-        gradient: UnitGradient = operation.gradients[0].payload
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         handle = self.share(gradient, self._store.extent(operation.unit, WEIGHT, operation.home))
         handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))

@@ -193,7 +193,7 @@ class Gradients:
 
     def _begin(self, kind: Kind, record: GradientRecord, delivery: Any = None) -> None:
         home = record.home or 0
-        self._issue(Operation(kind, record.unit, record.run, gradients=(record,), home=home, delivery=delivery))
+        self._issue(Operation(kind, record.unit, record.run, gradient=record, home=home, delivery=delivery))
 
     def _has_buffer(self, record: GradientRecord) -> bool:
         """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""

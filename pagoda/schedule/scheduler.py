@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from pagoda.plan.trace import Access, Trace
 from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients
+from pagoda.schedule.lateness import Lateness
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
-from pagoda.schedule.records import GradientRecord, Late, Lease, Weights
+from pagoda.schedule.records import GradientRecord, Lease, Weights
 from pagoda.schedule.served import Found
-from pagoda.schedule.turns import Turns
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
@@ -68,7 +68,7 @@ class Scheduler:
         self.updates = UpdateSchedule(
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
-        self.turns = Turns(plan, self.versions, self.leases, self.updates, self._issue)
+        self.lateness = Lateness(self.versions, self.leases, self.updates, self._issue)
 
     # --- events of compute ---
 
@@ -80,7 +80,7 @@ class Scheduler:
         self.updates.undo(unit)
         self.leases.access(unit)
         self._fetch(self.leases.expect(announced))
-        self.turns.step_begun |= recorded
+        self.lateness.step_begun |= recorded
         self.updates.wanted(unit)
         self._pump()
 
@@ -137,6 +137,7 @@ class Scheduler:
             self.updates.undo_all()
         for unit in (*changed, *unused):
             self.updates.undo(unit)
+        self.lateness.end_step()
         for record in self.gradients.take_all():
             if skipped or record.unit in unused:
                 self._drop(record)
@@ -145,7 +146,6 @@ class Scheduler:
         self.steps += 1
         retraced = self.order.end_step()
         self.updates.end_step(clipped or skipped)
-        self.turns.end_step()
         self.leases.end_step(retraced)
         self._pump()
 
@@ -161,9 +161,9 @@ class Scheduler:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
         Compute waits until `drained`. `show`: later steps see all updates, also asynchronous ones."""
         if draining and show:
-            self.turns.drain()
+            self.lateness.drain()
         elif draining:
-            self.turns.settle()
+            self.lateness.settle()
         self.updates.drain(draining)
         self._pump()
 
@@ -174,15 +174,15 @@ class Scheduler:
         self.leases.changed(unit)
         self._pump()
 
-    def restored(self, turn: int = 0, lags: Sequence[int] = ()) -> None:
-        """Every state has been replaced, possibly after an update has failed. Nothing is under way. `turn`, `lags`: how
-        late the weights are (`Late`)."""
+    def restored(self, lags: Sequence[int] = ()) -> None:
+        """Every state has been replaced, possibly after an update has failed. Nothing is under way. `lags`: by unit,
+        how far its weights lag, if any do."""
         self.updates.restored(lags)
         self.checkpoint.restored()
         for unit, weights in enumerate(self.versions.of):  # with the new edition, other ranks may read them
             weights.edition += 1
             self.leases.changed(unit)
-        self.turns.restored(turn)
+        self.lateness.restored()
         self._pump()
 
     def spill_again(self) -> None:
@@ -372,11 +372,6 @@ class Scheduler:
         return self.checkpoint.lost or (self.spilling_fails and self.idle and self.checkpoint.left > 0)
 
     @property
-    def late(self) -> Late:
-        """How late the weights of the next step are, with asynchronous updates that have settled."""
-        return self.turns.late
-
-    @property
     def broken(self) -> bool:
         """Whether an update has failed. States are then damaged until all are `restored`."""
         return self.versions.failed
@@ -410,10 +405,10 @@ class Scheduler:
         elif operation.kind is Kind.SAVE:
             self.checkpoint.ended(operation.unit)
         else:
-            (record,) = operation.gradients
-            self.gradients.moved(operation.kind, record, failed)
-            if record.lost:
-                self.updates.lose(record)
+            assert operation.gradient is not None
+            self.gradients.moved(operation.kind, operation.gradient, failed)
+            if operation.gradient.lost:
+                self.updates.lose(operation.gradient)
         self.updates.retry(operation.unit)
 
     def _fetch(self, leases: Iterable[Lease]) -> None:

@@ -90,7 +90,8 @@ class Execution:
         """Whether an operation adds a gradient to an earlier one of its step."""
         if operation.kind is not Kind.OFFLOAD:
             return False
-        (step,) = operation.steps
+        assert operation.gradient is not None
+        step = operation.gradient.step
         before, self._stored[operation.unit] = self._stored.get(operation.unit), step
         return before == step
 

@@ -40,10 +40,9 @@ def _nothing_else_runs() -> None:
 
 
 def wrapped(placement: str, directory: Path, **settings: Any) -> tuple[nn.Module, PagedOptimizer]:
-    staleness = 1 if "update" in settings else None
     memory = RESIDENT
     if placement != "resident":
-        memory = squeeze(Layers(), placement, directory, clipping=False, max_staleness=staleness)
+        memory = squeeze(Layers(), placement, directory, clipping=False, asynchronous="update" in settings)
     return pagoda.wrap(Layers(), pagoda.AdamW(), memory=memory, **{"precision": "bf16", **settings})
 
 
