@@ -176,7 +176,7 @@ def cases() -> dict[str, Case]:
     add("ram ssd", "operator tiles", wrap={"tiles": pagoda.Tiles(tile_limit=8192)})
     add("ram ssd arena", "experts", model="mixtral")
     add("ram ssd", "expert tiles", model="mixtral", wrap={"tiles": pagoda.Tiles(tile_limit=2 * 3 * 64 * 96 * 2)})
-    add("ram moments ssd", "speculation", announced=True, wrap={"update": pagoda.Updates(speculate=True)}, steps=6)
+    add("moments ssd arena arena-ssd", "speculation", announced=True, steps=6)
     add("ram moments ssd arena", "async", wrap={"update": "async"}, steps=6)
     add("ram ssd", "async, predicted", wrap={"update": pagoda.Updates("async", predict=True)}, steps=6)
     add("ssd", "async, resumed", wrap={"update": "async"}, resume=True, steps=6)

@@ -73,7 +73,7 @@ class Case:
 
 def cases() -> dict[str, Case]:
     backward = Options(accumulation_steps=1)
-    guesses = replace(backward, clipping=True, speculate=True)
+    guesses = replace(backward, clipping=True)
     return {
         "RAM": Case(),
         "moments on SSD": Case(0.4),

@@ -93,7 +93,6 @@ sys.exit(code)
 @pytest.mark.parametrize(
     "options",
     [
-        ("--speculate", "True"),
         ("--update", "async", "--clip-grad-norm", "None"),
         ("--activations", "offload", "--precision", "fp16"),
         ("--optimizer", "adafactor", "--chunked-loss", "True", "--batch-tiles", "2"),

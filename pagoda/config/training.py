@@ -116,11 +116,10 @@ class Updates(Settings):
     Evaluations read them too. `state_dict`, `gathered` and exports have the true weights. The fp32 master is then
     stored whole: 4 bytes for each parameter in place of 2, or in fp32 in place of none. For element-wise optimizers
     with momentum."""
-    speculate: bool | None = None
+    speculate: bool = True
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
-    that was wrong. The bits are the same. Old and new states need room until that is known. By default this applies
-    to units with state on SSD, and with a GPU to units in RAM, as far as there is room. True: also to units in RAM if
-    the CPU computes, even if other state then leaves RAM. False: never."""
+    that was wrong. The bits are the same. Old and new states need room until that is known. This applies to units with
+    state on SSD, and with a GPU to units in RAM, as far as there is room."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -231,15 +230,6 @@ class Step(Settings):
 @dataclass(frozen=True, kw_only=True)
 class Training(Tiles, Activations, Updates, MixedPrecision, Step):
     """All settings of training, except optimizer, memory and ranks."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        decided_last = self.clip_grad_norm is not None or self.may_skip
-        if self.speculate and (not decided_last or self.accumulation_steps is None):
-            raise ConfigError(
-                "speculate=True updates during backward before it is known whether gradients are clipped: give "
-                "clip_grad_norm (or dynamic loss scaling) and accumulation_steps."
-            )
 
 
 def training_of(

@@ -14,13 +14,11 @@ class Feature(StrEnum):
 
     WHOLE = "an optimizer that takes whole parameters (Adafactor, Muon)"
     ASYNC = "update='async'"
-    SPECULATE = "speculate=True"
     TILES = "tile_limit"
 
 
 REFUSED: Mapping[frozenset[Feature], str] = {
     frozenset((Feature.WHOLE, Feature.TILES)): "a tile is a part of a parameter",
-    frozenset((Feature.ASYNC, Feature.SPECULATE)): "speculation is for updates for which the next forward waits",
 }
 """Pairs that are refused, each with the reason."""
 
@@ -40,7 +38,6 @@ def check_features(options: Options, states: Sequence[StateSpec], tiled: bool) -
     used = {
         Feature.WHOLE: states[0].whole is not None,
         Feature.ASYNC: options.asynchronous,
-        Feature.SPECULATE: options.speculate is True,
         Feature.TILES: tiled,
     }
     if (why := why_not([feature for feature, is_used in used.items() if is_used])) is not None:

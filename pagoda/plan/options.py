@@ -27,10 +27,9 @@ class Options:
     """Number of checkpoints whose pages on SSD are kept at once. None: one if there is room."""
     asynchronous: bool = False
     """Whether weights lack the last step's update. If not, every update ends before the next forward of its unit."""
-    speculate: bool | None = None
-    """Whether units are updated during backward as if nothing will be clipped. False: never. None: units with states on
-    SSD, and with a separate device all others, if there is room for old and new states. True: all units, even if
-    moments leave RAM for it."""
+    speculate: bool = True
+    """Whether units are updated during backward as if nothing will be clipped, if there is room for old and new states:
+    units with states on SSD, and with a separate device all others."""
     activations: ActivationMode = "keep"
     """What is done with activations."""
     partition_activations: bool = False
@@ -79,7 +78,7 @@ class Options:
     @property
     def may_speculate(self) -> bool:
         """True if a gradient is final as soon as it has arrived, but its scale is not."""
-        return self._announced and self._decided_last and self.speculate is not False
+        return self._announced and self._decided_last and self.speculate
 
     @property
     def _announced(self) -> bool:

@@ -184,11 +184,6 @@ class _Placer:
         grads_in, staging = self._divided_grads(left)
         left -= staging + sum(self.grad[unit] for unit in grads_in)
         moments_in = first_that_fit(self.moment, left)
-        if self.speculates and self.options.speculate:
-            aside = {unit.index: self._aside(unit, unit.index in weights_in, False)[0] for unit in self.layout.units}
-            room = left - sum(aside.values())
-            while moments_in and sum(self.moment[unit] - aside[unit] for unit in moments_in) > room:
-                moments_in -= {max(moments_in)}
         return _InRam(weights_in, grads_in, moments_in, staging, leases)
 
     def needed_in_memory(self) -> int:
@@ -319,7 +314,7 @@ class _Placer:
         """Units whose old states fit in addition to the new ones. Adds the lines for undoing updates.
 
         Units with moments on SSD come first, because their updates take longest. The others must leave room for a
-        checkpoint, and are chosen by default only with a separate device: if the CPU computes, they gain nothing.
+        checkpoint, and are chosen only with a separate device: if the CPU computes, they gain nothing.
         """
         if not self.speculates:
             return frozenset()
@@ -330,7 +325,7 @@ class _Placer:
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
         at_home = {unit for unit, _ in self.at_home}
         chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - at_home}, left, free)
-        if self.device is not None or self.options.speculate:
+        if self.device is not None:
             others = kept.moments - at_home
             room = left - ram - self._copied(host)
             more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, room, free - pages)

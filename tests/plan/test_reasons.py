@@ -47,7 +47,7 @@ def plans(draw: Draw) -> Plan:
         split=draw(split) if separate else None,
         keep_checkpoints=draw(st.sampled_from([None, 0, 2])),
         asynchronous=asynchronous,
-        speculate=None if asynchronous else draw(st.sampled_from([None, None, True, False])),
+        speculate=draw(st.sampled_from([True, True, False])),
     )
     rule = draw(st.sampled_from([AdamW(lr=1.0), SGD(lr=1.0)]))
     ranks = draw(

@@ -83,8 +83,8 @@ def settings_of(
         given["precision"] = precision_of(given["precision"])
     if tiles is not None:
         given["tiles"] = pagoda.Tiles(**tiles)
-    if guess:
-        given["update"] = pagoda.Updates(speculate=True)
+    if not guess:
+        given["update"] = pagoda.Updates(speculate=False)
     if late:
         given["update"] = pagoda.Updates("async", predict=predict)
     if partition:
@@ -275,7 +275,7 @@ def train(
     made = recipe_of(recipe)
     if guesses is not None and (kind, made.moments) != ("ssd", "fp32"):
         room = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
-    update = pagoda.Updates("async" if "late" in recipe else "sync", speculate=guesses)
+    update = pagoda.Updates("async" if "late" in recipe else "sync", speculate=bool(guesses))
     model, optimizer = wrapped(made, kind, out, stage, replicas, ordered, room=room, update=update)
     outcome = Outcome()
     take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), in_turn=ordered, **departures)

@@ -139,7 +139,7 @@ def test_penalties_in_the_loss_and_in_forward_have_plain_gradients(
 @each_once(
     options=[
         {"accumulation_steps": 1},
-        {"accumulation_steps": 1, "clip_grad_norm": 1e9, "update": pagoda.Updates(speculate=True)},
+        {"accumulation_steps": 1, "clip_grad_norm": 1e9},
         {"activations": "recompute"},
     ],
     place=[IN_PLACE, HOST_WEIGHTS],

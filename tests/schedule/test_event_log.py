@@ -24,7 +24,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "during backward": ({"host": "900KiB", "ssd": "1GiB"}, {"accumulation_steps": 1}),
     "speculated": (
         {"host": "2MiB", "ssd": "1GiB"},
-        {"accumulation_steps": 1, "clip_grad_norm": 1e9, "update": pagoda.Updates(speculate=True)},
+        {"accumulation_steps": 1, "clip_grad_norm": 1e9},
     ),
     "asynchronous": ({"host": "64MiB"}, {"update": "async"}),
 }

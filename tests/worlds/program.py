@@ -133,8 +133,8 @@ class Program:
         if rules.mode == "asynchronous":
             settings["update"] = "async"
             settings["clip_grad_norm"] = LIMIT if rules.clips else None
-        if rules.speculates:
-            settings["update"] = pagoda.Updates(speculate=True)
+        elif not rules.speculates:
+            settings["update"] = pagoda.Updates(speculate=False)
         if rules.announced:
             settings["accumulation_steps"] = rules.accumulation
         rule = WholeSGD() if rules.whole else rules.rule
