@@ -5,7 +5,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import reduce
@@ -50,7 +50,6 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.schedule.operations import schedule_plan
-from pagoda.schedule.records import Late
 from pagoda.simulate.timeline import Timeline
 from pagoda.threads import Threads, end_dropped, give_back
 
@@ -116,7 +115,7 @@ class Engine:
         threads = update_threads(torch.get_num_threads()) if side_by_side else 1
         self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
         self.rule = rule
-        moves = bool(plan.placement.speculated) or plan.options.max_staleness is not None
+        moves = bool(plan.placement.speculated) or plan.options.asynchronous
         for weight, kept in plan.layout.forms:
             warm_up(rule, PRECISIONS[weight], kept, elsewhere=moves)
             device.warm_up(rule, PRECISIONS[weight], kept)
@@ -305,9 +304,9 @@ class Engine:
         self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
 
     @contextmanager
-    def replacing(self, late: Late) -> Iterator[None]:
+    def replacing(self, lags: Sequence[int]) -> Iterator[None]:
         """Inside, all states are replaced, even if they are damaged, after `prepare_replacing`. If that fails halfway,
-        they are damaged afterwards. `late`: how late the new weights are."""
+        they are damaged afterwards. `lags`: by unit, how far the new weights lag, if any do."""
         if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
@@ -323,7 +322,7 @@ class Engine:
             self.damage.note(error)
             raise
         self.accesses.wait_until_idle()
-        self.accesses.tell(self._executor.restored, late)
+        self.accesses.tell(self._executor.restored, lags)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
@@ -353,7 +352,7 @@ class Engine:
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
         self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, "update")
-        if self.plan.options.max_staleness is not None:
+        if self.plan.options.asynchronous:
             self.drain(show=False)
 
     def capture(

@@ -258,7 +258,7 @@ class Accesses:
         if access != self._last:
             self._last = access
             self.meter.accessed(Served(self.plan.source(unit.index), found, time.perf_counter() - start))
-        if recorded and self.plan.options.max_staleness is not None:
+        if recorded and self.plan.options.asynchronous:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:
             recorder.access(f"{phase.name.lower()} {unit.spec.name}")
@@ -305,7 +305,7 @@ class Accesses:
         updates, also asynchronous ones."""
         scheduler = self._scheduler
         weights = [scheduler.weights(unit.index) for unit in self.plan.units]
-        if not self.closed and any(of.lag if show else of.open or of.closed for of in weights):
+        if not self.closed and any(of.lag if show else of.unannounced for of in weights):
             self.agree("applying all asynchronous updates")
         self.turn.run(self._drain, show)
 

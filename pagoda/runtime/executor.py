@@ -20,7 +20,6 @@ from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
 from pagoda.runtime.updates import Extents, RunningUpdate, UpdateStream
 from pagoda.schedule.operations import Kind, Operation
-from pagoda.schedule.records import Late
 from pagoda.schedule.scheduler import Scheduler
 
 _log = logging.getLogger("pagoda")
@@ -55,7 +54,7 @@ class Executor:
     def __post_init__(self) -> None:
         gradients = self._gradients
         self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation), self.damage)
-        self._asynchronous = self._store.plan.options.max_staleness is not None
+        self._asynchronous = self._store.plan.options.asynchronous
         self._do = {
             Kind.FETCH: self._fetch,
             Kind.RECLAIM: self._reclaim,
@@ -109,9 +108,9 @@ class Executor:
         self._scheduler.end_step(clipped, changed=changed, unused=unused)
         self._end_pending()
 
-    def restored(self, late: Late) -> None:
-        """Every state has been replaced. `late`: how late the weights are. This is an event."""
-        self._scheduler.restored(*late)
+    def restored(self, lags: Sequence[int]) -> None:
+        """Every state has been replaced, by weights with these `lags`. This is an event."""
+        self._scheduler.restored(lags)
         self.stall, self.updates.gives_up = None, False
         self.damage.cause = None
 
@@ -169,11 +168,11 @@ class Executor:
         a lease."""
         for unit in self._units:  # the scheduler outlives this, with its records
             weights = self._scheduler.weights(unit.index)
-            updates = [weights.update, weights.asking, weights.guess, weights.closed, *weights.later, *weights.sharing]
-            records = [weights.requested, *weights.open]
-            for update in filter(None, updates):
+            one_each = [weights.update, weights.asking, weights.guess, weights.unannounced]
+            records = [weights.requested]
+            for update in filter(None, (*one_each, *weights.later, *weights.sharing)):
                 update.payload = None
-                records += update.records
+                records.append(update.record)
             for record in filter(None, records):
                 record.payload = None
         self._gradients.let_go()
@@ -225,7 +224,7 @@ class Executor:
             self.capture.end(self.damage.cause or self.spill_failure)
 
     def _fetch(self, operation: Operation) -> None:
-        after = [record.payload.shown for record in operation.gradients]
+        after = [] if operation.gradient is None else [operation.gradient.payload.shown]
         if operation.undoing is not None:
             after.append(operation.undoing.payload.over)
         handle = self._leases.fetch(operation, self._units[operation.unit], after)
@@ -247,29 +246,26 @@ class Executor:
         self._scheduler.let_go(operation)
 
     def _update(self, operation: Operation) -> None:
-        gradients = [record.payload for record in operation.gradients]
-        last = gradients[-1]
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         guess = None
         if operation.undoable:
-            guess = operation.about.payload = Guess(self._store, last, operation.home)
+            guess = operation.about.payload = Guess(self._store, gradient, operation.home)
             updated, written = guess.updated, guess.written
         else:
-            updated, written = last.updated, last.written
-            last.begun = True
+            updated, written = gradient.updated, gradient.written
+            gradient.begun = True
         store, unit = self._store, operation.unit
         extents = Extents(store.newest_extents(unit), store.extents(unit, operation.home))
         tell, scheduler = self.driver.tell, self._scheduler
         if operation.unit in store.plan.placement.on_device:
-            last.issued = self._device.fence()
+            gradient.issued = self._device.fence()
 
         def weights_written(error: BaseException | None) -> None:
             if error is None:
                 tell(scheduler.weights_written, operation)
 
         def ended(error: BaseException | None) -> None:
-            for gradient in gradients[:-1]:
-                gradient.updated.finish(error)
-                gradient.written.finish(error)
             if guess is not None:
                 tell(guess.end)
             if isinstance(error, NonFiniteGradientError):
@@ -281,10 +277,11 @@ class Executor:
         all_of([written, updated]).then(ended)
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
-        pieces = [(gradient, gradient.segments) for gradient in gradients]
         retried = guess is None and self.share is None  # other ranks would wait
         stalled = partial(tell, self._note_stalled) if retried else None
-        self.updates.submit(RunningUpdate(pieces, extents, guess, kept, updated, written, used, stalled))
+        self.updates.submit(
+            RunningUpdate(gradient, gradient.segments, extents, guess, kept, updated, written, used, stalled)
+        )
 
     def _note_stalled(self, error: BaseException) -> None:
         _log.warning("An update waits for a drive, and is tried again: %s", error)
@@ -298,7 +295,8 @@ class Executor:
             guess.over.finish()
 
     def _keep(self, operation: Operation) -> None:
-        gradient: UnitGradient = operation.gradients[0].payload
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         if operation.about is None:
             gradient.unit.updated = True
             gradient.request()
@@ -314,7 +312,8 @@ class Executor:
 
     def _share(self, operation: Operation) -> None:
         assert self.share is not None, "only ranks share"
-        gradient: UnitGradient = operation.gradients[0].payload
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         handle = self.share(gradient, self._store.extent(operation.unit, WEIGHT, operation.home))
         handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))

@@ -20,7 +20,7 @@ only the parts before it:
     leases.py       which weights compute can read: FETCH, RECLAIM
     checkpoints.py  which states a checkpoint reads next, and which old states are kept for it: SAVE
     updates.py      which update runs next, and which version it makes: UPDATE, KEEP, UNDO, SHARE, READ_AHEAD
-    turns.py        after which steps asynchronous updates run, and which steps see them: PUBLISH
+    lateness.py     which steps see asynchronous updates: PUBLISH
 
 `records.py` has what they know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It passes
 each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now ("pump").

@@ -81,8 +81,8 @@ class Gradients:
         self._deliver(record, delivery)
 
     def moved(self, kind: Kind, record: GradientRecord, failed: bool) -> None:
-        """An OFFLOAD, SPILL or RELOAD has ended. If a SPILL or RELOAD failed, the gradient is still in the buffer, or on
-        SSD. If an OFFLOAD failed, it is lost."""
+        """An OFFLOAD, SPILL or RELOAD has ended. If a SPILL failed, the buffer still has the gradient; if a RELOAD did,
+        SSD has. If an OFFLOAD failed, the gradient is lost."""
         if kind is Kind.OFFLOAD:
             record.arriving -= 1
         else:
@@ -203,7 +203,7 @@ class Gradients:
 
     def _begin(self, kind: Kind, record: GradientRecord, delivery: Any = None) -> None:
         home = record.home or 0
-        self._issue(Operation(kind, record.unit, record.run, gradients=(record,), home=home, delivery=delivery))
+        self._issue(Operation(kind, record.unit, record.run, gradient=record, home=home, delivery=delivery))
 
     def _has_buffer(self, record: GradientRecord) -> bool:
         """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""

@@ -255,7 +255,7 @@ class Leases:
     def in_use(self, unit: int) -> bool:
         """Whether compute uses a unit, or a FETCH or another rank reads what the unit's next update overwrites. An
         update overwrites the newest weights in their home. An asynchronous one overwrites the weights before them."""
-        asynchronous = self._plan.max_staleness is not None
+        asynchronous = self._plan.asynchronous
         overwritten = self._versions.of[unit].newest - asynchronous
         read = any(version <= overwritten for version in self._fetching[unit])
         return self.uses(unit) or read or (self._others_read[unit] > 0 and not asynchronous)

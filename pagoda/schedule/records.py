@@ -4,10 +4,9 @@ They are the only ones of their kind. `payload` holds what the executor knows of
 handle. The scheduler never reads a payload, and nobody else changes a record.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagoda.memory.page import PageRun
 
@@ -94,7 +93,7 @@ class Update:
     """One update of a unit."""
 
     unit: int
-    records: list[GradientRecord]
+    record: GradientRecord
     speculative: bool = False
     """True until `step()` confirms the update."""
     state: UpdateState = UpdateState.QUEUED
@@ -118,16 +117,6 @@ class Update:
     """What the executor knows of the update."""
 
 
-class Late(NamedTuple):
-    """How late the weights of the next step are, once every gradient is applied to the states. A checkpoint has it, so
-    that asynchronous updates go on from there."""
-
-    turn: int = 0
-    """The number of steps since the last drain."""
-    lags: Sequence[int] = ()
-    """By unit, `Weights.lag`. Empty if updates are not asynchronous."""
-
-
 @dataclass(eq=False, slots=True)
 class Weights:
     """The versions of one unit's weights."""
@@ -137,7 +126,7 @@ class Weights:
     due: int = 0
     """The number of steps that have requested an update."""
     lag: int = 0
-    """The number of these steps that accesses do not see yet. Not 0 only with asynchronous updates."""
+    """The number of these steps that accesses do not see yet: 0, or 1 with asynchronous updates."""
     update: Update | None = None
     """The update that is queued or under way."""
     asking: Update | None = None
@@ -148,12 +137,10 @@ class Weights:
     """Requested updates of which other ranks' parts have not arrived, oldest first."""
     later: list[Update] = field(default_factory=list)
     """Updates that wait for `update` to end."""
-    open: list[GradientRecord] = field(default_factory=list)
-    """Gradients that an asynchronous update will apply together with those of coming steps."""
-    closed: Update | None = None
-    """An asynchronous update that no PUBLISH has announced yet."""
+    unannounced: Update | None = None
+    """An asynchronous update that neither accesses nor other ranks wait for yet."""
     requested: GradientRecord | None = None
-    """The last gradient of the latest update that accesses see, or will see once it has ended."""
+    """The gradient of the latest update that accesses see, or will see once it has ended."""
     edition: int = 0
     """How often the weights that accesses read were changed, by updates or otherwise."""
     front: int = 0

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from pagoda.plan.trace import Access, Trace
 from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients
+from pagoda.schedule.lateness import Lateness
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
-from pagoda.schedule.records import GradientRecord, Late, Lease, Weights
+from pagoda.schedule.records import GradientRecord, Lease, Weights
 from pagoda.schedule.served import Found
-from pagoda.schedule.turns import Turns
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
@@ -60,7 +60,7 @@ class Scheduler:
         self.updates = UpdateSchedule(
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
-        self.turns = Turns(plan, self.versions, self.leases, self.updates, self._issue)
+        self.lateness = Lateness(self.versions, self.leases, self.updates, self._issue)
 
     # --- events of compute ---
 
@@ -72,7 +72,7 @@ class Scheduler:
         self.updates.undo(unit)
         self.leases.access(unit)
         self._fetch(self.leases.expect(announced))
-        self.turns.step_begun |= recorded
+        self.lateness.step_begun |= recorded
         self.updates.wanted(unit)
         self._pump()
 
@@ -129,6 +129,7 @@ class Scheduler:
             self.updates.undo_all()
         for unit in (*changed, *unused):
             self.updates.undo(unit)
+        self.lateness.end_step()
         for record in self.gradients.take_all():
             if skipped or record.unit in unused:
                 self._drop(record)
@@ -137,7 +138,6 @@ class Scheduler:
         self.steps += 1
         retraced = self.order.end_step()
         self.updates.end_step(clipped or skipped)
-        self.turns.end_step()
         self.leases.end_step(retraced)
         self._pump()
 
@@ -153,9 +153,9 @@ class Scheduler:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
         Compute waits until `drained`. `show`: later steps see all updates, also asynchronous ones."""
         if draining and show:
-            self.turns.drain()
+            self.lateness.drain()
         elif draining:
-            self.turns.settle()
+            self.lateness.settle()
         self.updates.drain(draining)
         self._pump()
 
@@ -166,15 +166,15 @@ class Scheduler:
         self.leases.changed(unit)
         self._pump()
 
-    def restored(self, turn: int = 0, lags: Sequence[int] = ()) -> None:
-        """Every state has been replaced, possibly after an update has failed. Nothing is under way. `turn`, `lags`: how
-        late the weights are (`Late`)."""
+    def restored(self, lags: Sequence[int] = ()) -> None:
+        """Every state has been replaced, possibly after an update has failed. Nothing is under way. `lags`: by unit,
+        how far its weights lag, if any do."""
         self.updates.restored(lags)
         self.checkpoint.restored()
         for unit, weights in enumerate(self.versions.of):  # with the new edition, other ranks may read them
             weights.edition += 1
             self.leases.changed(unit)
-        self.turns.restored(turn)
+        self.lateness.restored()
         self._pump()
 
     def try_again(self) -> None:
@@ -246,9 +246,9 @@ class Scheduler:
         """An operation has failed. The executor raises its error where it matters.
 
         A failed FETCH, SPILL, RELOAD or SAVE loses nothing. A FETCH is retried as long as compute waits for it, a SPILL
-        when compute next makes a gradient, and both SPILL and RELOAD once it has been told (`try_again`). After a failed OFFLOAD the step
-        must be dropped. A failed speculative UPDATE is undone. After any other failure, no state can be used until all
-        are `restored`.
+        when compute next makes a gradient, and both SPILL and RELOAD once it has been told (`try_again`). After a
+        failed OFFLOAD the step must be dropped. A failed speculative UPDATE is undone. After any other failure, no
+        state can be used until all are `restored`.
         """
         if operation.kind is Kind.UPDATE:
             self.updates.update_failed(operation.about)
@@ -364,11 +364,6 @@ class Scheduler:
         return self.checkpoint.lost or (self.spilling_fails and self.idle and self.checkpoint.left > 0)
 
     @property
-    def late(self) -> Late:
-        """How late the weights of the next step are, with asynchronous updates that have settled."""
-        return self.turns.late
-
-    @property
     def broken(self) -> bool:
         """Whether an update has failed. States are then damaged until all are `restored`."""
         return self.versions.failed
@@ -402,10 +397,10 @@ class Scheduler:
         elif operation.kind is Kind.SAVE:
             self.checkpoint.ended(operation.unit)
         else:
-            (record,) = operation.gradients
-            self.gradients.moved(operation.kind, record, failed)
-            if record.lost:
-                self.updates.lose(record)
+            assert operation.gradient is not None
+            self.gradients.moved(operation.kind, operation.gradient, failed)
+            if operation.gradient.lost:
+                self.updates.lose(operation.gradient)
         self.updates.retry(operation.unit)
 
     def _fetch(self, leases: Iterable[Lease]) -> None:

@@ -448,7 +448,7 @@ def asynchronous_step(scheduler: Scheduler) -> list[Operation]:
 
 
 def test_an_asynchronous_update_does_not_write_what_is_still_fetched() -> None:
-    scheduler = Scheduler(replace(plan(frames=4), max_staleness=1))
+    scheduler = Scheduler(replace(plan(frames=4), asynchronous=True))
     fetch, *_ = run_first(scheduler)
     scheduler.release(0)
     scheduler.gradient(0, complete=True, last=False)
@@ -461,22 +461,12 @@ def test_an_asynchronous_update_does_not_write_what_is_still_fetched() -> None:
     assert units_of(Kind.UPDATE, scheduler.take()) == [0]
 
 
-def test_units_take_their_turns_anew_after_a_drain() -> None:
-    scheduler = Scheduler(replace(plan(frames=0), max_staleness=2))
-    asynchronous_step(scheduler)
+def test_a_step_sees_the_updates_of_the_step_before_the_last() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), asynchronous=True))
+    assert units_of(Kind.PUBLISH, asynchronous_step(scheduler)) == []
+    assert [units_of(Kind.PUBLISH, asynchronous_step(scheduler)) for _ in range(2)] == [[0], [0]]
     scheduler.drain(True)
-    assert units_of(Kind.UPDATE, end_all(scheduler)) == [0]
-    scheduler.drain(False)
-    assert [units_of(Kind.UPDATE, asynchronous_step(scheduler)) for _ in range(2)] == [[], [0]]
-
-
-def test_a_drain_begins_asynchronous_updates() -> None:
-    scheduler = Scheduler(replace(plan(frames=0), max_staleness=9))
-    made(scheduler, 0)
-    scheduler.end_step()
-    assert Kind.UPDATE not in {op.kind for op in scheduler.take()}
-    scheduler.drain(True)
-    assert units_of(Kind.UPDATE, scheduler.take()) == [0]
+    assert units_of(Kind.PUBLISH, end_all(scheduler)) == [0]
 
 
 def test_what_two_steps_have_used_is_expected_next_without_what_evaluations_have() -> None:
