@@ -237,9 +237,9 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "autograd/accesses.py": {
-        "an interrupt in the middle of an event goes unnoticed": (
-            "                    if self.half_done:\n                        self.give_up(error)\n",
-            "                    self.half_done = False\n",
+        "signals interrupt events": (
+            "held_back(self._run, event, *arguments)",
+            "self._run(event, *arguments)",
             "runtime/test_interrupts.py",
         ),
         "nested uses end with the first": (
