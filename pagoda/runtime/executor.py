@@ -40,7 +40,7 @@ class Executor:
     _device: Device
     damage: Damage = field(default_factory=Damage)
     _held: list[Operation] = field(default_factory=list)
-    """RECLAIMs of weights to which something still referred."""
+    """EVICT, OUTDATE and ASK of weights to which something still referred."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
     stall: BaseException | None = None
@@ -57,7 +57,9 @@ class Executor:
         self._asynchronous = self._store.plan.options.asynchronous
         self._do = {
             Kind.FETCH: self._fetch,
-            Kind.RECLAIM: self._reclaim,
+            Kind.EVICT: self._reclaim,
+            Kind.OUTDATE: self._reclaim,
+            Kind.ASK: self._reclaim,
             Kind.OFFLOAD: lambda op: self._follow(op, gradients.offload(op)),
             Kind.SPILL: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
@@ -73,7 +75,7 @@ class Executor:
     # --- what compute asks ---
 
     def poll(self) -> None:
-        """Tell the scheduler about earlier RECLAIMs of weights to which nothing refers any more."""
+        """Tell the scheduler about weights to which nothing refers any more."""
         for operation in [*self._held]:
             if self._leases.is_free(operation, self._units[operation.unit]) and operation in self._held:
                 self._held.remove(operation)

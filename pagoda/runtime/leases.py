@@ -142,14 +142,14 @@ class Fetcher:
         return ready
 
     def is_free(self, operation: Operation, unit: LiveUnit) -> bool:
-        """Whether nothing refers to the weights that a RECLAIM names."""
+        """Whether nothing refers to the weights that an EVICT, OUTDATE or ASK names."""
         if operation.run is not None:
             return not operation.about.payload.held
         lease = self.of(unit)
         return not (unit.packed or unit.active or (lease is not None and lease.held))
 
     def reclaim(self, operation: Operation, unit: LiveUnit) -> bool:
-        """Whether nothing refers to the weights that a RECLAIM names. If so, their frames are given back."""
+        """Whether nothing refers to the weights of an EVICT, OUTDATE or ASK. If so, their frames are given back."""
         if not self.is_free(operation, unit):
             return False
         if operation.run is None:

@@ -19,10 +19,14 @@ class Kind(StrEnum):
 
     FETCH = "fetch"
     """Copy a unit's weights from their home into the frames of a lease."""
-    RECLAIM = "reclaim"
-    """Ask whether anything still refers to some weights. These are the weights in an ended lease, whose frames are free
-    if nothing does, or the weights that an update before `step()` would change. The answer is `reclaimed(freed=...)`.
-    """
+    EVICT = "evict"
+    """Free the frames of a lease that ended because other weights need them, if nothing refers to them any more. The
+    answer is `reclaimed(freed=...)`."""
+    OUTDATE = "outdate"
+    """The same for a lease that ended because its weights change, or could not be fetched."""
+    ASK = "ask"
+    """Ask whether anything refers to the weights that an update before `step()` would change. The answer is
+    `reclaimed(freed=...)`."""
     OFFLOAD = "offload"
     """Copy the gradient that autograd has just made to the unit's gradient buffer, or add it there."""
     SPILL = "spill"
@@ -51,11 +55,18 @@ class Kind(StrEnum):
     """Read a unit's states for a checkpoint."""
 
 
+QUESTIONS = frozenset({Kind.EVICT, Kind.OUTDATE, Kind.ASK})
+"""Operations that are answered (`reclaimed`)."""
+NOT_REPORTED = frozenset({Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD})
+"""Operations whose end is not reported."""
+
+
 @dataclass(eq=False, slots=True)
 class Operation:
     """One piece of work on one unit.
 
-    Each operation is reported once, as ended or failed. An UPDATE may be refused instead, a RECLAIM is answered, and
+    Each operation is reported once, as ended or failed. An UPDATE may be refused instead, EVICT, OUTDATE and
+    ASK are answered, and
     KEEP, PUBLISH and READ_AHEAD are not reported.
     """
 

@@ -21,8 +21,8 @@ class Lease:
     version: int
     filled: bool = False
     """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
-    over: bool = False
-    """Whether the lease has ended, so that nothing new uses it."""
+    over: Any = None
+    """Once the lease has ended, so that nothing new uses it: the kind of the operation that frees its frames."""
     payload: Any = None
     """What the executor knows of the lease."""
 
@@ -79,7 +79,7 @@ class GradientRecord:
 
 class UpdateState(Enum):
     ASKING = auto()
-    """The update is early. RECLAIM asks whether anything refers to the weights, or the answer was that something
+    """The update is early. ASK asks whether anything refers to the weights, or the answer was that something
     does."""
     QUEUED = auto()
     LOADING = auto()
@@ -98,7 +98,7 @@ class Update:
     """True until `step()` confirms the update."""
     state: UpdateState = UpdateState.QUEUED
     query: object = None
-    """The RECLAIM under way."""
+    """The ASK under way."""
     urgent: bool = False
     """Whether compute waits for the update."""
     keeps: PageRun | None = None

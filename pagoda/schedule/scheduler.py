@@ -9,7 +9,7 @@ from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients
 from pagoda.schedule.lateness import Lateness
 from pagoda.schedule.leases import Leases
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.operations import NOT_REPORTED, Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import GradientRecord, Lease, Weights
 from pagoda.schedule.served import Found
@@ -279,7 +279,7 @@ class Scheduler:
         self._pump(ranks_agree=False)
 
     def reclaimed(self, operation: Operation, freed: bool) -> None:
-        """The answer to RECLAIM. If something still refers to the weights, `let_go` follows when nothing does."""
+        """The answer to EVICT, OUTDATE or ASK. If something refers to the weights, `let_go` follows later."""
         if isinstance(operation.about, Lease):
             self.leases.reclaimed(operation.about, freed)
         else:
@@ -287,7 +287,7 @@ class Scheduler:
         self._over(ranks_agree=True)
 
     def let_go(self, operation: Operation) -> None:
-        """Nothing refers any more to the weights of a RECLAIM."""
+        """Nothing refers any more to the weights of such an operation."""
         if isinstance(operation.about, Lease):
             self.leases.free(operation.about)
         else:
@@ -434,5 +434,5 @@ class Scheduler:
         self.leases.serve()
 
     def _issue(self, operation: Operation) -> None:
-        self._under_way += operation.kind not in (Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD)
+        self._under_way += operation.kind not in NOT_REPORTED
         self._out.append(operation)

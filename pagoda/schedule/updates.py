@@ -168,7 +168,7 @@ class UpdateSchedule:
             self._ask(asking)
 
     def answered(self, asked: Operation, free: bool) -> None:
-        """The answer to the RECLAIM of an early update. If something uses the weights, `ask_again` is called later."""
+        """The answer to the ASK of an early update. If something uses the weights, `ask_again` is called later."""
         update: Update = asked.about
         weights = self._versions.of[asked.unit]
         if weights.asking is not update or update.query is not asked:
@@ -238,7 +238,7 @@ class UpdateSchedule:
         return self._plan.units[unit].speculated and self._calm >= CALM_STEPS and not stopped
 
     def _ask(self, update: Update) -> None:
-        update.query = Operation(Kind.RECLAIM, update.unit, about=update)
+        update.query = Operation(Kind.ASK, update.unit, about=update)
         self._issue(update.query)
 
     def _begin_undo(self, update: Update) -> None:

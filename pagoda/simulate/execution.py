@@ -8,7 +8,7 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import traffic_of
-from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.operations import QUESTIONS, Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.waits import InFlight
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
@@ -53,7 +53,7 @@ class Execution:
 
     def _begin(self, operation: Operation) -> None:
         kind, unit = operation.kind, operation.unit
-        if kind is Kind.RECLAIM:
+        if kind in QUESTIONS:
             self._scheduler.reclaimed(operation, freed=True)
         elif kind is Kind.UPDATE:
             self._updates.update(operation)

@@ -29,7 +29,7 @@ def request_update(scheduler: Scheduler) -> dict[Kind, Operation]:
     end_all(scheduler, updates=False)
     scheduler.end_step()
     begun = {op.kind: op for op in scheduler.take() if op.unit == 0}
-    if (question := begun.get(Kind.RECLAIM)) is not None:  # of the old weights
+    if (question := begun.get(Kind.OUTDATE)) is not None:  # of the old weights
         end(scheduler, question)
     return begun | {op.kind: op for op in scheduler.take() if op.unit == 0}
 
@@ -118,7 +118,7 @@ def test_an_update_is_final_whether_or_not_this_ranks_fetch_has_ended() -> None:
     scheduler.issued(first)
     scheduler.release(0)
     scheduler.gradient(0, complete=True, last=True)
-    (question,) = (op for op in scheduler.take() if op.kind is Kind.RECLAIM)
+    (question,) = (op for op in scheduler.take() if op.kind is Kind.ASK)
     scheduler.reclaimed(question, freed=True)
     assert units_of(Kind.KEEP, scheduler.take()) == [0]
 

@@ -361,10 +361,10 @@ def test_a_unit_in_use_makes_no_room_though_its_neighbour_would() -> None:
     scheduler = Scheduler(SchedulePlan(units, Trace((*uses, STEP)), frame_pool=4))
     for access in uses[:3]:
         scheduler.access(access)
-        assert 0 not in units_of(Kind.RECLAIM, end_all(scheduler))
+        assert 0 not in units_of(Kind.EVICT, end_all(scheduler))
         if access.unit:
             scheduler.release(access.unit)
-            assert 0 not in units_of(Kind.RECLAIM, end_all(scheduler))
+            assert 0 not in units_of(Kind.EVICT, end_all(scheduler))
 
 
 def test_updaters_do_not_wait_for_each_other() -> None:
@@ -536,6 +536,6 @@ def test_a_lease_ends_when_its_weights_are_written_or_loaded() -> None:
     scheduler.access(Access(0, Phase.FORWARD))
     end_all(scheduler)
     scheduler.overwritten(0)
-    assert units_of(Kind.RECLAIM, end_all(scheduler)) == [0]
+    assert units_of(Kind.OUTDATE, end_all(scheduler)) == [0]
     scheduler.restored()
-    assert units_of(Kind.RECLAIM, end_all(scheduler)) == [0, 1, 2, 3]
+    assert units_of(Kind.OUTDATE, end_all(scheduler)) == [0, 1, 2, 3]

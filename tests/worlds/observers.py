@@ -299,17 +299,18 @@ class Frames(Observer):
                 self.scheduler.lease(unit) in self.filled, f"compute reads unit {unit}, whose lease is not filled"
             )
 
-    def on_reclaim(self, op: Operation) -> None:
-        if op.run is not None:
-            self.require(not self.facts.reads[op.unit], f"unit {op.unit} is evicted while it is used")
-            self.ending.add(op.about)
+    def on_evict(self, op: Operation) -> None:
+        self.require(not self.facts.reads[op.unit], f"unit {op.unit} is evicted while it is used")
+        self.ending.add(op.about)
+
+    on_outdate = on_evict
 
     def reclaimed(self, op: Operation, freed: bool) -> None:
         if freed:
             self.let_go(op)
 
     def let_go(self, op: Operation) -> None:
-        if op.run is None:
+        if op.kind is Kind.ASK:
             return
         filled = op.about in self.filled | self.failed_to_fill or self.plan.ranks_fetch_alike
         self.require(filled, f"the frames of unit {op.unit} are free before they are filled")
