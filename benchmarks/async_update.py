@@ -1,4 +1,4 @@
-"""Asynchronous updates against synchronous ones on a slow SSD: throughput, loss, and how far weights lag.
+"""Asynchronous updates against synchronous ones on a slow SSD: throughput and loss.
 
 Both runs train the same model on the same batches, moments on SSD. The SSD is made slow: every transfer takes as long
 as it would at a given rate, one rate for each direction. The rate is chosen from a measured step in memory such that
@@ -49,7 +49,6 @@ class Settings:
     sync_steps: int = 30
     lr: float = 3e-4
     """Peak learning rate, after 20 steps of warm-up and before a cosine."""
-    max_staleness: int = 2
     stream_steps: float = 1.9
     """Seconds of one pass over the moments, in steps of training in memory."""
     out: Path | None = None
@@ -62,10 +61,6 @@ class Run:
 
     step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
-    """Largest over units, by step."""
-    mean_staleness: float = 0.0
-    """Over units and steps."""
 
     @property
     def median_step_s(self) -> float:
@@ -76,16 +71,15 @@ class Run:
         return statistics.fmean(self.losses[-FINAL_STEPS:])
 
 
-def budget(settings: Settings, max_staleness: int | None) -> tuple[pagoda.Memory, int]:
+def budget(settings: Settings, asynchronous: bool) -> tuple[pagoda.Memory, int]:
     """Memory in which weights and gradients live in RAM and moments on SSD, and bytes of the moments in use."""
-    options = Options(clipping=True, max_staleness=max_staleness)
+    options = Options(clipping=True, asynchronous=asynchronous)
     root = describe(built(settings.model, settings.seq_len))
     layout = make_plan(root, pagoda.AdamW().states("bf16"), Budgets(1 << 40), options).layout
-    weights = layout.total_pages(WEIGHT) * (1 if max_staleness is None else 2)
-    gradients = layout.total_pages(GRAD) * (1 if max_staleness is None else max_staleness + 1)
+    moved = (layout.total_pages(WEIGHT) + layout.total_pages(GRAD)) * (1 + asynchronous)
     ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
     moments = sum(unit.trainable_numel * s.dtype.itemsize for unit in layout.units for s in layout.moments)
-    host = (weights + gradients + ring + layout.piece_pages) * layout.page_bytes
+    host = (moved + ring + layout.piece_pages) * layout.page_bytes
     return pagoda.Memory(host=host, ssd=str(settings.ssd)), moments
 
 
@@ -105,11 +99,6 @@ def train(settings: Settings, memory: pagoda.Memory, steps: int, **wrap: Any) ->
         schedule.step()
         run.losses.append(loss.item())
         run.step_s.append(time.perf_counter() - start)
-        seen = optimizer.stats.staleness.values()
-        run.staleness.append(max((unit.last for unit in seen), default=0))
-    if seen := optimizer.stats.staleness.values():
-        run.mean_staleness = statistics.fmean(unit.mean for unit in seen)
-        assert max(unit.max for unit in seen) <= settings.max_staleness
     optimizer.close()
     del model, optimizer
     gc.collect()
@@ -137,14 +126,14 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     resident = train(settings, pagoda.Memory(host="1GiB"), settings.steps)
     print(f"in memory: {resident.median_step_s:.3f} s a step, final loss {resident.final_loss:.4f}", flush=True)
-    memory, moments = budget(settings, None)
+    memory, moments = budget(settings, asynchronous=False)
     rate = moments / (settings.stream_steps * resident.median_step_s)
     with slow_ssd(rate):
         sync = train(settings, memory, settings.sync_steps)
         print(f"sync: {sync.median_step_s:.3f} s a step", flush=True)
         assert sync.losses == resident.losses[: settings.sync_steps]
-        memory, _ = budget(settings, settings.max_staleness)
-        async_ = train(settings, memory, settings.steps, update=pagoda.Updates("async", settings.max_staleness))
+        memory, _ = budget(settings, asynchronous=True)
+        async_ = train(settings, memory, settings.steps, update="async")
     sync = Run([sync.median_step_s] * settings.steps, resident.losses)
     report = {
         **machine(),
@@ -158,8 +147,6 @@ def main() -> None:
         "sync_final_loss": sync.final_loss,
         "async_final_loss": async_.final_loss,
         "final_loss_difference": async_.final_loss / sync.final_loss - 1,
-        "max_staleness_seen": max(async_.staleness),
-        "mean_staleness": async_.mean_staleness,
     }
     print(json.dumps(report, indent=2))
     curves = {name: [round(loss, 4) for loss in run.losses] for name, run in (("sync", sync), ("async", async_))}

@@ -73,13 +73,13 @@ class Case:
 
 def cases() -> dict[str, Case]:
     backward = Options(accumulation_steps=1)
-    guesses = replace(backward, clipping=True, speculate=True)
+    guesses = replace(backward, clipping=True)
     return {
         "RAM": Case(),
         "moments on SSD": Case(0.4),
         "all on SSD": Case(0.0),
         "speculation": Case(0.6, clipped=True, options=guesses),
-        "asynchronous": Case(0.2, options=Options(clipping=True, max_staleness=2)),
+        "asynchronous": Case(0.2, options=Options(clipping=True, asynchronous=True)),
         "accumulation, updates during backward": Case(0.2, options=replace(backward, accumulation_steps=3)),
         "experts": Case(0.1, model="mixtral"),
         "ranks fetch alike": Case(0.1, ranks=Ranks(data_parallel=2, per_node=2)),
@@ -111,7 +111,8 @@ class RecordedScheduler(Scheduler):
         for operation in operations:
             self._numbers[operation] = len(self._numbers)
             run = operation.run and (operation.run.start, operation.run.count)
-            facts = f"unit {operation.unit}, run {run}, version {operation.version}, steps {operation.steps}"
+            step = operation.gradient and operation.gradient.step
+            facts = f"unit {operation.unit}, run {run}, version {operation.version}, step {step}"
             self.lines.append(f"    {self._named(operation)} {operation.kind.value}: {facts}")
         return operations
 

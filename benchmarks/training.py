@@ -161,7 +161,7 @@ class Paged(Trainer):
         self,
         workload: Workload,
         memory: pagoda.Memory,
-        speculate: bool | None = None,
+        speculate: bool = True,
         rule: pagoda.AdamW | None = None,
         activations: ActivationMode | None = None,
         mesh: pagoda.Mesh | None = None,

@@ -121,12 +121,11 @@ def wrap(
             (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. None: no clipping.
         accumulation_steps: Number of backward passes before each `step()`. If it is given and nothing clips, updates
             run during backward. By default, any number of passes may precede a step.
-        update: "sync", or "async", which changes the algorithm: weights lag behind gradients by one step, or with
-            `Updates("async", max_staleness=N)` by at most N steps. The lag depends only on the number of the step, so
-            equal runs give equal bits. Each gradient is still applied as its own step and clipped by its own norm.
-            `state_dict` and `gathered` read states with every update. A forward between steps reads the weights of the
-            next step. Neither they nor a checkpoint changes a bit. After `optimizer.drain()`, the next step reads every
-            update. `Updates(speculate=...)` allows updates during backward before the norm is known.
+        update: "sync", or "async", which changes the algorithm: weights lack the last step's update, which has the time
+            of a step to run. `state_dict` and `gathered` read states with every update. A forward between steps reads
+            the weights of the next step. Neither they nor a checkpoint changes a bit. After `optimizer.drain()`, the
+            next step reads every update. `Updates(speculate=...)` allows updates during backward before the norm is
+            known.
         activations: What happens to activations between forward and backward: see `Activations`.
         tiles: Which operators run in pieces: see `Tiles`.
         mesh: With several ranks, what they divide: `pagoda.open_mesh`, or a torch mesh with dimensions replicate, shard
@@ -183,7 +182,7 @@ class _Wrapping:
         self._states = self._rule.states(training.chosen_precision)
         check_features(Options.of(training, memory), self._states, training.tile_bytes is not None)
         _check_activations(training, memory, model, mesh)
-        if memory.adapt_after is not None and training.staleness is not None:
+        if memory.adapt_after is not None and training.asynchronous:
             raise ConfigError(
                 "memory.adapt_after moves states once all updates have ended, which changes what asynchronous updates "
                 "compute: leave it out, or use update='sync'."
@@ -402,7 +401,7 @@ def _check_extents(rule: Rule, plan: Plan) -> None:
     Weights then have two extents, and parameters share pages there. So the update of one parameter would overwrite new
     values of another.
     """
-    if plan.options.max_staleness is not None and isinstance(rule, TensorRule) and plan.placement.pages(SSD, WEIGHT):
+    if plan.options.asynchronous and isinstance(rule, TensorRule) and plan.placement.pages(SSD, WEIGHT):
         raise ConfigError(
             f"update='async' with {rule.name} needs every weight in RAM: raise memory.host, or use update='sync'."
         )

@@ -5,7 +5,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import reduce
@@ -50,7 +50,6 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.updaters import open_update_stream
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.schedule.operations import schedule_plan
-from pagoda.schedule.records import Late
 from pagoda.simulate.timeline import Timeline
 from pagoda.threads import Threads, end_dropped, give_back
 
@@ -116,7 +115,7 @@ class Engine:
         threads = update_threads(torch.get_num_threads()) if side_by_side else 1
         self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
         self.rule = rule
-        moves = bool(plan.placement.speculated) or plan.options.max_staleness is not None
+        moves = bool(plan.placement.speculated) or plan.options.asynchronous
         for weight, kept in plan.layout.forms:
             warm_up(rule, PRECISIONS[weight], kept, elsewhere=moves)
             device.warm_up(rule, PRECISIONS[weight], kept)
@@ -300,21 +299,18 @@ class Engine:
 
     def prepare_replacing(self) -> None:
         """Make states ready to be replaced. Raises UsageError if they cannot be replaced here."""
-        self.accesses.check_not_closed()
-        if self.accesses.stopped:
-            self._begin_anew()
+        self.accesses.check_open()
         self.check_not_gathered("optimizer.load_checkpoint()")
         self.active_forwards.check_not_resident("optimizer.load_checkpoint()")
 
     @contextmanager
-    def replacing(self, late: Late) -> Iterator[None]:
+    def replacing(self, lags: Sequence[int]) -> Iterator[None]:
         """Inside, all states are replaced, even if they are damaged, after `prepare_replacing`. If that fails halfway,
-        they are damaged afterwards. `late`: how late the new weights are."""
+        they are damaged afterwards. `lags`: by unit, how far the new weights lag, if any do."""
         if self.damage.cause is None:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
-        if self.accesses.stopped:
-            self._begin_anew()
+        self._executor.updates.give_up()
         self.stepper.drop_step()
         self.accesses.agree("loading a checkpoint")
         self.accesses.wait_until_idle()  # what that has undone must have ended before states change
@@ -326,29 +322,7 @@ class Engine:
             self.damage.note(error)
             raise
         self.accesses.wait_until_idle()
-        self.accesses.tell(self.scheduler.restored, *late)
-        self.damage.cause = None
-
-    def _begin_anew(self) -> None:
-        """An exception, as of Ctrl-C, has left an event of training half done. Keep the memory, and begin everything
-        else anew. States have no values afterwards."""
-        if self.rank_group is not None:
-            raise StorageError(
-                "An event of training was cut off, which other ranks do not know: start all ranks again."
-            )
-        self._threads.settle(self._executor)
-        self._executor.let_go()
-        self.store.begin_anew()
-        self.scheduler.begin_anew(schedule_plan(self.plan))
-        self._executor.begin_anew()
-        for part in (self.gradients, self.leases, self._threads.updates):
-            part.take_memory()
-        for unit in self.units:
-            unit.begin_anew()
-        self.active_forwards.begin_anew()
-        self.accesses.begin_anew()
-        self.stepper.begin_anew()
-        self._speculations = 0, 0
+        self.accesses.tell(self._executor.restored, lags)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
@@ -378,7 +352,7 @@ class Engine:
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
         self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, "update")
-        if self.plan.options.max_staleness is not None:
+        if self.plan.options.asynchronous:
             self.drain(show=False)
 
     def capture(
@@ -415,8 +389,7 @@ class Engine:
         _OPEN.discard(self)
         self._dropped.detach()
         if self.accesses.stopped:
-            self._threads.settle(self._executor)
-            self._threads.updates.take_memory()
+            self._executor.abandon(UsageError("The optimizer is closed."))
         with ExitStack() as stack:
             stack.callback(give_back, self._executor, self.store)
             stack.callback(self.graphs.offloader.close)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pagoda.errors import PagodaError, UsageError
+from pagoda.errors import UsageError
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
@@ -122,9 +122,3 @@ def check_not_forked(since: int) -> None:
             "DataLoader must not use the model. To train in another process, start it with multiprocessing's 'spawn' "
             "method and call pagoda.wrap() there."
         )
-
-
-def may_be_of_signal(error: BaseException) -> bool:
-    """Whether an error may be that of a signal's handler, which Python runs anywhere on the main thread. So it is not
-    that of the work which it has cut off, and must reach the user's code at once."""
-    return threading.current_thread() is threading.main_thread() and not isinstance(error, PagodaError)

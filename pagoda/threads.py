@@ -31,13 +31,6 @@ class Threads:
     saver: Saver
     rank_group: RankGroup | None
 
-    def settle(self, executor: Executor) -> None:
-        """The driver has stopped. Let all that was submitted end or fail. Then nothing is under way."""
-        lanes = [*self.lanes.values(), *executor.abandon(executor.damage.cause or UsageError("An event failed."))]
-        while any(lane.restart() for lane in lanes):
-            pass  # what has ended may have submitted more
-        self.saver.restart()
-
     def end(self, stack: ExitStack) -> None:
         """Register calls with `stack` that finish the work of all threads and join them."""
         for lane in self.lanes.values():
@@ -79,8 +72,7 @@ def _end(threads: Threads, executor: Executor, store: Store) -> None:
         with ExitStack() as stack:
             stack.callback(give_back, executor, store)
             if executor.driver.stopped:
-                threads.settle(executor)
-                threads.updates.take_memory()
+                executor.abandon(refusal)
             threads.end(stack)
             threads.updates.refuse(refusal)
     except Exception as error:

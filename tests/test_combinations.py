@@ -18,7 +18,6 @@ BEGIN, END = "<!-- tests/test_combinations.py writes from here -->", "<!-- to he
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.WHOLE: {"optimizer": pagoda.Muon(lr=1e-2)},
     Feature.ASYNC: {"update": pagoda.Updates("async")},
-    Feature.SPECULATE: {"update": pagoda.Updates(speculate=True), "clip_grad_norm": 1.0, "accumulation_steps": 1},
     Feature.TILES: {"tiles": pagoda.Tiles(tile_limit="4KiB")},
 }
 
@@ -26,8 +25,6 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " and ".join(sorted(feature.name for feature in pair)))
 def test_wrap_refuses_what_does_not_work_together_with_the_reason(pair: frozenset[Feature]) -> None:
     settings = {name: value for feature in pair for name, value in SETTINGS[feature].items()}
-    if pair == {Feature.ASYNC, Feature.SPECULATE}:
-        settings["update"] = pagoda.Updates("async", speculate=True)
     with pytest.raises(pagoda.ConfigError) as refused:
         pagoda.wrap(nn.Linear(4, 4), **{"optimizer": pagoda.AdamW(), **settings})
     assert f"does not work with {max(pair, key=[*Feature].index)}: {REFUSED[pair]}." in str(refused.value)

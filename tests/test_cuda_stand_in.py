@@ -93,8 +93,7 @@ sys.exit(code)
 @pytest.mark.parametrize(
     "options",
     [
-        ("--speculate", "True"),
-        ("--update", "async", "--max-staleness", "2", "--clip-grad-norm", "None"),
+        ("--update", "async", "--clip-grad-norm", "None"),
         ("--activations", "offload", "--precision", "fp16"),
         ("--optimizer", "adafactor", "--chunked-loss", "True", "--batch-tiles", "2"),
         ("--accumulation-steps", "2", "--gradients", "fp32", "--tile-limit", "100KB"),

@@ -111,7 +111,6 @@ def features_of(case: Case) -> set[Feature]:
     used = {
         Feature.WHOLE: case.get("rule") in WHOLE,
         Feature.ASYNC: case.get("update") in LATE,
-        Feature.SPECULATE: case.get("update") == "speculate",
         Feature.TILES: case.get("tiles") == "layers",
     }
     return {feature for feature, is_used in used.items() if is_used}
@@ -157,8 +156,6 @@ def settings(case: Case) -> dict[str, Any]:
     batch, layers = pagoda.Tiles(batch_tiles=2), pagoda.Tiles(tile_limit="8KiB")
     tiles = {"batch": batch, "sequence": in_pieces, "layers": layers}.get(case["tiles"])
     update = pagoda.Updates("async", predict=case["update"] != "async") if case["update"] in LATE else "sync"
-    if case["update"] == "speculate":
-        update = pagoda.Updates(speculate=True)
     return {
         "precision": zoo.precision_of(case["numbers"]),
         "clip_grad_norm": case["clip"],
@@ -198,8 +195,8 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
         elif place in (HOME, BOTH):
             updated = float(whole) if place == HOME else 1.0 if few or whole else 0.8
             split = pagoda.Split(device_home_share=1.0, device_update_share=updated)
-            late = options.max_staleness or 0
-            names = (*(s.name for s in layout.states), *[GRAD] * (1 + late), *[WEIGHT] * (late > 0))
+            late = options.asynchronous
+            names = (*(s.name for s in layout.states), *[GRAD] * (1 + late), *[WEIGHT] * late)
             beside = sum(map(layout.total_pages, names))
             beside = beside if few else beside // (2 if place == HOME else 3)
         if split is not None and split.device_update_share:

@@ -401,7 +401,7 @@ def squeeze(
     precision: Precision | None = "bf16",
     announced: int | None = None,
     clipping: bool = True,
-    max_staleness: int | None = None,
+    asynchronous: bool = False,
     unit_limit: str = UNIT_LIMIT,
     moments: Moments = "fp32",
     rule: Rule | None = None,
@@ -413,7 +413,7 @@ def squeeze(
     through it; ARENA computes in the smallest memory of its own. Without a precision, each parameter keeps its dtype.
     """
     options = Options(
-        PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness, activations=activations
+        PAGE, parse_bytes(unit_limit), announced, clipping, asynchronous=asynchronous, activations=activations
     )
     experts = Tiling(model, cuts_stacks=not isinstance(rule, TensorRule))
     own = (lambda param: param.dtype) if precision is None else None
@@ -429,8 +429,8 @@ def squeeze(
             grads = min(grads, 4 * max(layout.pages(unit, GRAD) for unit in layout.units))
         ring = layout.least_ring_slots * sum(layout.block_pages(state.name) for state in layout.moments)
         weights = layout.total_pages(WEIGHT)
-        if max_staleness is not None:
-            weights, grads = 2 * weights, (1 + max_staleness) * grads
+        if asynchronous:
+            weights, grads = 2 * weights, 2 * grads
         scales = sum(layout.total_pages(state.name) for state in layout.small)
         host = (weights + grads + ring + scales + layout.work_pages + layout.piece_pages) * PAGE
     elif placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD):

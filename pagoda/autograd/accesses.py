@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from pagoda.errors import BudgetError, PagodaError, UsageError
+from pagoda.interrupts import allowed, held_back
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Phase
@@ -28,71 +29,54 @@ from pagoda.schedule.served import Served
 
 LET_UPDATES_WAIT = "leave out wrap(accumulation_steps=...) (in a Trainer: Paging(backward_passes=None))"
 """How a user keeps units from being updated during backward."""
-CUT_OFF = "an exception, perhaps that of Ctrl-C, came in the middle of an event of training"
 _Result = TypeVar("_Result")
 
 
 class Turn:
     """Gives compute and other threads turns. In a turn, an event of compute changes several things.
 
-    Python runs a signal's handler, which may raise, between any two instructions. An exception that left half of an
-    event behind damages the training state, because no later step could be right, and stops the driver. So `half_done`
-    is set before an event changes anything, and unset at its end: nothing needs to run in between to notice.
-
-    Locks are entered by `with` itself: if Python code entered them, an exception could come between lock and block.
+    Signals are held back meanwhile, except where the event waits. So an event happens as a whole or, if a wait ends
+    with an error, not at all. Any other error that Pagoda does not raise on purpose is a fault of Pagoda or of the
+    system: it damages the training state and stops the driver.
     """
 
     def __init__(self, driver: Driver) -> None:
         self.lock = threading.RLock()
         """Held for a turn."""
         self._driver = driver
-        self._inside = threading.Lock()
-        """Held inside an event, by the thread that holds `lock`."""
-        self.half_done = False
-        """Whether an exception would now leave half of an event behind, or one has."""
+        self._inside = 0
+        """How many events, each a part of the one before, are under way."""
+        self._wait_failed = False
+        """Whether a wait has ended with an error, which may now end the event."""
 
     def run(self, event: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run an event, which may be a part of another one. An error that Pagoda raises on purpose, or torch for lack
-        of memory, leaves nothing half done, and neither does one that comes while `waiting`."""
+        """Run an event, which may be a part of another one."""
         with self.lock:
-            if self._inside.locked():
-                return self._run(event, *arguments)
-            with self._inside:
-                if self.half_done:  # an exception came where not even its handler could run
-                    self.give_up(UsageError(CUT_OFF))
-                try:
-                    result = self._run(event, *arguments)
-                except BaseException as error:
-                    if self.half_done:
-                        self.give_up(error)
-                    raise
-                self.half_done = False
-                return result
+            result: _Result = held_back(self._run, event, *arguments)
+            return result
 
     def _run(self, event: Callable[..., _Result], *arguments: Any) -> _Result:
-        before, self.half_done = self.half_done, True
+        self._inside += 1
         try:
-            result = event(*arguments)
+            return event(*arguments)
         except (PagodaError, torch.OutOfMemoryError):
-            self.half_done = before
             raise
-        self.half_done = before
-        return result
+        except BaseException as error:
+            if not self._wait_failed:
+                self._driver.stop(error)
+            raise
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._wait_failed = False
 
     def waiting(self, wait: Callable[..., _Result], *arguments: Any) -> _Result:
         """Wait for something inside an event, at a point where an exception leaves nothing half done."""
-        before, self.half_done = self.half_done, False
-        result = wait(*arguments)
-        self.half_done = before
-        return result
-
-    def give_up(self, error: BaseException) -> None:
-        """Half of an event was left behind: tell the scheduler nothing more, until a checkpoint replaces all states."""
-        self._driver.stop(error)
-
-    def begin_anew(self) -> None:
-        """Scheduler, driver and everything else have begun anew."""
-        self.half_done = False
+        try:
+            return allowed(wait, *arguments)
+        except BaseException:
+            self._wait_failed = True
+            raise
 
 
 def event(method: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -274,7 +258,7 @@ class Accesses:
         if access != self._last:
             self._last = access
             self.meter.accessed(Served(self.plan.source(unit.index), found, time.perf_counter() - start))
-        if recorded and self.plan.options.max_staleness is not None:
+        if recorded and self.plan.options.asynchronous:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:
             recorder.access(f"{phase.name.lower()} {unit.spec.name}")
@@ -299,15 +283,16 @@ class Accesses:
         `lane`, or to what that waits for. If nothing can make the condition hold, `refuse` is called, which raises."""
         if self._driver.ask(until):
             return
+        self._executor.retry_updates()
 
         def ended() -> bool:
-            return until() or self._scheduler.broken
+            return until() or self._scheduler.broken or self._executor.stall is not None
 
         with self.meter.waiting(lane), labelled(f"pagoda::wait_{lane}"):
             self.turn.waiting(self._driver.wait, ended, lambda: self._find_way_out(ended, refuse))
         # It may hold no longer: ranks may have added up another gradient since.
-        if self._scheduler.broken and not until():
-            self.turn.waiting(self._executor.damage.raise_cause)
+        if not until():
+            self.turn.waiting(self._executor.raise_failure)
 
     def agree(self, what: str) -> None:
         """Return when all ranks do the named thing, which changes weights. Raises UsageError if some do another
@@ -320,7 +305,7 @@ class Accesses:
         updates, also asynchronous ones."""
         scheduler = self._scheduler
         weights = [scheduler.weights(unit.index) for unit in self.plan.units]
-        if not self.closed and any(of.lag if show else of.open or of.closed for of in weights):
+        if not self.closed and any(of.lag if show else of.unannounced for of in weights):
             self.agree("applying all asynchronous updates")
         self.turn.run(self._drain, show)
 
@@ -345,18 +330,6 @@ class Accesses:
         self._executor.updates.drop_ahead()
         self.turn.waiting(self._executor.updates.wait_until_idle)
 
-    @property
-    def in_use(self) -> bool:
-        """Whether some unit is in use, other than by the last read."""
-        return sum(map(sum, self._uses.values())) > (self._reading is not None)
-
-    def begin_anew(self) -> None:
-        """The scheduler has begun anew, and nothing is in use."""
-        self._uses = {phase: [0] * len(self.plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
-        self._reading = self._last = None
-        self._used.clear()
-        self.turn.begin_anew()
-
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler = unit.index, self._scheduler
         weights = scheduler.weights(index)
@@ -366,8 +339,7 @@ class Accesses:
         self.wait(lambda: scheduler.ready(index) or unit.fetch_error is not None, lane, lambda: self._refuse(unit))
         error, unit.fetch_error = unit.fetch_error, None  # its traceback keeps tensors alive
         if error is not None and not scheduler.ready(index):
-            self.turn.half_done = False
-            raise error
+            self.turn.waiting(raise_error, error)
 
     def _lane_of_fetch(self, unit: LiveUnit) -> str:
         lease = self._leases.of(unit)
@@ -406,6 +378,11 @@ class Accesses:
             f"memory.{tier}, or lower memory.unit_limit.",
             tier=tier,
         )
+
+
+def raise_error(error: BaseException) -> None:
+    """Raise an error of something that was waited for."""
+    raise error
 
 
 def _has_arrived(lease: Lease) -> bool:

@@ -3,17 +3,19 @@
 A block of `resident` is like one long forward: it keeps its leases until it ends, and forwards inside it find them.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from pagoda.autograd.accesses import CUT_OFF, Accesses
+from pagoda.autograd.accesses import Accesses
 from pagoda.autograd.activations.packing import Packing
 from pagoda.errors import UsageError
+from pagoda.interrupts import look
 from pagoda.parameters.unit import LiveUnit, written_in_forward
 from pagoda.plan.trace import Phase
 
@@ -76,17 +78,18 @@ class ActiveForwards:
             if self._outermost.locked() or torch._C._current_graph_task_id() != -1:
                 return self._run(units, call, *args, **kwargs)
             with self._outermost:
-                self._check_nothing_left()
+                self._begin_outermost()
                 return self._run(units, call, *args, **kwargs)
 
-    def _check_nothing_left(self) -> None:
-        """An exception, as of Ctrl-C, may have come where not even the end of a forward could run."""
+    def _begin_outermost(self) -> None:
+        """End what a second signal has cut off the end of."""
+        look()
         if self._resident:
             return
-        self._packing.leave_block()
-        if self._running or self._accesses.in_use or self._packing.is_left_over:
-            self._accesses.turn.give_up(UsageError(CUT_OFF))
-            self._accesses.check_open()
+        if self._running:
+            self._accesses.turn.run(self._close, self._running[0])
+        if self._packing.is_left_over:
+            self._accesses.turn.run(self._packing.end_leftovers)
 
     def _run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._resident and torch.is_grad_enabled():
@@ -106,16 +109,17 @@ class ActiveForwards:
         """
         if self.runs_here and not self._resident:
             raise UsageError("pagoda.resident(...) cannot begin inside a forward.")
-        new = {*units} - self._resident
-        with self.alone(), ExitStack() as leases:
-            with torch.no_grad():  # so that its accesses belong to no step
-                self._accesses.end_read()
-                leases.enter_context(self._leased(Phase.FORWARD, new))
+        new, forward = {*units} - self._resident, _Forward(Phase.FORWARD)
+        with self.alone():
             try:
+                with torch.no_grad():  # so that its accesses belong to no step
+                    self._accesses.end_read()
+                    self._accesses.turn.run(self._open, forward, new)
                 self._resident |= new
                 yield
             finally:
                 self._resident -= new
+                self._end(forward)
 
     def check_not_resident(self, what: str) -> None:
         """Raises UsageError inside a block of `resident`, because `what` changes weights."""
@@ -186,19 +190,22 @@ class ActiveForwards:
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._running and not in_backward:
             self._accesses.end_read()
-        with self._leased(Phase.BACKWARD if in_backward else Phase.FORWARD, units):
-            return call(*args, **kwargs)
-
-    @contextmanager
-    def _leased(self, phase: Phase, units: Iterable[LiveUnit]) -> Iterator[None]:
-        """Inside, a forward runs. Raises UsageError at the end if it has written to a parameter."""
-        forward, turn = _Forward(phase), self._accesses.turn
+        forward = _Forward(Phase.BACKWARD if in_backward else Phase.FORWARD)
         try:
-            turn.run(self._open, forward, units)
-            yield
+            self._accesses.turn.run(self._open, forward, units)
+            return call(*args, **kwargs)
         finally:
-            turn.run(self._close, forward)
-        if forward.written:
+            self._end(forward)
+
+    def _end(self, forward: _Forward) -> None:
+        """End a forward, also if a signal's handler raises before that has begun. Raises UsageError if the forward has
+        written to a parameter, unless it ends with an error."""
+        try:
+            self._accesses.turn.run(self._close, forward)
+        finally:
+            if forward in self._running:
+                self._accesses.turn.run(self._close, forward)
+        if forward.written and sys.exc_info()[0] is None:
             raise UsageError(written_in_forward(forward.written[0]))
 
     def _open(self, forward: _Forward, units: Iterable[LiveUnit]) -> None:
@@ -209,18 +216,12 @@ class ActiveForwards:
 
     def _close(self, forward: _Forward) -> None:
         """End a forward, and those inside it of which an exception has cut off the end."""
-        while forward in self._running and not self._accesses.stopped:
+        while forward in self._running:
             last = self._running.pop()
             for unit in last.entered:
                 self._leave(last, unit)
             if last.packs:
                 self._packing.leave()
-
-    def begin_anew(self) -> None:
-        """The scheduler has begun anew. Nothing runs."""
-        self._running.clear()
-        self._resident.clear()
-        self._packing.begin_anew()
 
     def _enter(self, forward: _Forward, unit: LiveUnit, keep: Sequence[LiveUnit] = ()) -> None:
         if unit.gathered:

@@ -179,10 +179,6 @@ class Stepper:
         for unit in self._units:
             unit.marked.clear()
 
-    def begin_anew(self) -> None:
-        """The scheduler has begun anew. There are no gradients."""
-        self._clear_step()
-
     def drop_step(self) -> None:
         """Forget the step that has begun, which no `step()` will end, with what it has updated."""
         self.updates_have_begun()  # references that have gone may let one more begin

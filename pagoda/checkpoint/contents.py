@@ -28,10 +28,6 @@ class Stored:
     """Where this part is in the whole parameter."""
     steps: int | None
     """Number of updates it has had. None if it is frozen."""
-    unit: int
-    """Number of its unit, which decides in which steps asynchronous updates come."""
-    lag: int
-    """Number of steps that the weights that steps read lack."""
 
     def dtype(self, state: StateSpec) -> torch.dtype:
         """Dtype of one of its states, given that of most parameters."""
@@ -46,8 +42,6 @@ class Contents:
     """Every parameter, or each of its parts if it is cut into parts."""
     members: list[list[str]]
     """For each param group, the names in `stored` of its parameters."""
-    turn: int
-    """Number of steps since asynchronous updates were drained."""
 
     @classmethod
     def of(cls, engine: Engine, groups: list[NamedGroup]) -> "Contents":
@@ -59,18 +53,17 @@ class Contents:
             _, unit, slot = parameter
             states = {name: span.shape for name, span in parameter.spans().items()}
             steps = unit.steps[slot] if slot < unit.trainable else None
-            lag = 0 if steps is None else engine.scheduler.weights(unit.index).lag
-            if lag:
+            if steps is not None and engine.scheduler.weights(unit.index).lag:
                 states[WEIGHT_BACK] = states[WEIGHT]
-            here[parameter.stored_name] = Stored(states, parameter.dtype, parameter.position, steps, unit.index, lag)
-        mine = cls(here, [[names[name] for name in group["params"]] for group in groups], engine.scheduler.late.turn)
+            here[parameter.stored_name] = Stored(states, parameter.dtype, parameter.position, steps)
+        mine = cls(here, [[names[name] for name in group["params"]] for group in groups])
         said: list[Contents] = gather_from_all_stages(engine, "the contents of a checkpoint", mine)
         stored: dict[str, Stored] = {}
         for each in said:
             for name, one in each.stored.items():
                 stored.setdefault(name, one)
         by_group = zip(*(each.members for each in said), strict=True)
-        return cls(stored, [list(dict.fromkeys(chain(*names))) for names in by_group], said[0].turn)
+        return cls(stored, [list(dict.fromkeys(chain(*names))) for names in by_group])
 
     @property
     def trainable(self) -> set[str]:
@@ -92,11 +85,9 @@ class Contents:
         return found
 
     @property
-    def lags(self) -> dict[str, tuple[int, int]]:
-        """Trainable parameter in `stored` -> its unit and its lag. Empty if asynchronous updates were drained."""
-        if not self.turn and not any(one.lag for one in self.stored.values()):
-            return {}
-        return {name: (one.unit, one.lag) for name, one in self.stored.items() if one.steps is not None}
+    def late(self) -> list[str]:
+        """The parameters whose weights lag."""
+        return [name for name, one in self.stored.items() if WEIGHT_BACK in one.states]
 
     def specs(self, state: StateSpec, but: Collection[str] = ()) -> list[TensorSpec]:
         """The tensors of one state, except those named in `but`."""

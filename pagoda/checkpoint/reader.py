@@ -1,7 +1,7 @@
 """Reads a checkpoint: its manifest, and its tensors from wherever they are stored."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
 from math import prod
@@ -23,8 +23,8 @@ SHARDS = "shards"
 """In a manifest: whole parameter -> its shape, the dimension along which tensor-parallel ranks divided it, and the
 names of its stored parts in order."""
 LATE = "late"
-"""In a manifest, unless asynchronous updates were drained: their `max_staleness`, their `turn`, and `parameters`, the
-unit and the lag of each trainable parameter, by stored name. WEIGHT_BACK then has the weights that steps read."""
+"""In a manifest, if weights lack the last step's asynchronous update: the stored names of these parameters. WEIGHT_BACK
+then has the weights that steps read."""
 BUFFERS = "buffers"
 """The model's persistent buffers, which a checkpoint has in addition to its states."""
 MODULE_STATES = "module_states"
@@ -47,7 +47,7 @@ _FORM = {
 """The fields of every manifest. Code that has the model checks whether they match it."""
 _OPTIONAL_FORM = {
     PAGED: PAGED_FORM,
-    LATE: {"max_staleness": int, "turn": int, "parameters": {str: (int, int)}},
+    LATE: [str],
 }
 
 
@@ -92,10 +92,11 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
                     found = self.tensors[state] | tensors
                     names = sorted(found, key=lambda name: order.get(name, len(order)))
                     self.tensors[state] = {name: found[name] for name in names}
-            for name in self.lags:  # weights that do not lag are stored once
+            for name in self.late:
                 if name not in self.tensors[WEIGHT]:
                     raise self._damaged(f"{name!r} lags, but has no weights")
-                self.tensors[WEIGHT_BACK].setdefault(name, self.tensors[WEIGHT][name])
+            if self.late:  # weights that do not lag are stored once
+                self.tensors[WEIGHT_BACK] = {**self.tensors[WEIGHT], **self.tensors[WEIGHT_BACK]}
             for whole, cut in self._cuts.items():
                 self._join(whole, cut["shape"], cut.get("dim", 0), cut["parts"])
             self.states = [state for state in self.manifest["states"] if self.tensors[state] or state == WEIGHT]
@@ -125,9 +126,9 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
         return found
 
     @property
-    def lags(self) -> Mapping[str, tuple[int, int]]:
-        """Stored name of a trainable parameter -> its unit and its lag. Empty if asynchronous updates were drained."""
-        found: Mapping[str, tuple[int, int]] = self.manifest.get(LATE, {}).get("parameters", {})
+    def late(self) -> Sequence[str]:
+        """Stored names of the parameters whose weights lag."""
+        found: Sequence[str] = self.manifest.get(LATE, ())
         return found
 
     def division(self, name: str) -> tuple[int, int]:
@@ -221,9 +222,7 @@ class SavedCheckpoint(AbstractContextManager["SavedCheckpoint"]):
         late = self.manifest.get(LATE)
         if (WEIGHT_BACK in states) is (late is None):
             raise self._damaged(f"'states' is {states}, and {LATE!r} says otherwise")
-        if late is not None and not (
-            self.lags and 0 <= max(lag for _, lag in self.lags.values()) <= late["max_staleness"]
-        ):
+        if late is not None and not late:
             raise self._damaged(f"{LATE!r} is {late}")
         if WEIGHT not in states or (PAGED in self.manifest and {*self.manifest[PAGED]["dtypes"]} != {*states}):
             raise self._damaged(f"'states' is {states}, which lacks {WEIGHT!r} or differs from the states of its pages")

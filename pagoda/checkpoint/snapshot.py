@@ -43,7 +43,6 @@ from pagoda.optim.rule import StateSpec, plain_setting
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture, CapturedPiece
-from pagoda.schedule.records import Late
 
 Specs = dict[str, list[TensorSpec]]
 """File -> its tensors."""
@@ -90,7 +89,7 @@ class Snapshot:
         said = gather_from_all_stages(self._engine, "save_checkpoint()", mine)
         generators, (_, replaces, checkpoint_id) = [generator for generator, _, _ in said], said[0]
         contents = Contents.of(self._engine, groups)
-        states = self._engine.plan.saved_states if contents.lags else self._states
+        states = self._engine.plan.saved_states if contents.late else self._states
         content = {
             "id": checkpoint_id,
             "states": [state.name for state in states],
@@ -107,9 +106,8 @@ class Snapshot:
             "model": model_record(self._model),
             "extra": extra,
         }
-        if contents.lags:
-            most = self._engine.plan.options.max_staleness
-            content[LATE] = {"max_staleness": most, "turn": contents.turn, "parameters": contents.lags}
+        if contents.late:
+            content[LATE] = contents.late
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {file: {name: tensor.cpu().clone() for name, tensor in held.items()} for file, held in apart.items()}
         self._engine.accesses.turn.run(
@@ -127,12 +125,12 @@ class Snapshot:
         on_error: Callable[[Exception], None] | None,
     ) -> None:
         """Start to capture the states, and to write what a checkpoint contains."""
-        states = self._engine.plan.saved_states if contents.lags else self._states
+        states = self._engine.plan.saved_states if contents.late else self._states
         self._engine.prepare_capture()
         kept = KeptPages.of(self._engine, replaces)
         specs = self._specs(states, contents, kept, apart_specs)
         extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
-        late = frozenset(unit for unit, lag in enumerate(self._engine.scheduler.late.lags) if lag)
+        late = frozenset(unit for unit, lag in enumerate(self._engine.scheduler.versions.lags) if lag)
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
         write = partial(self._write, directory, capture, kept, specs, copies, content, replaces)
         self._engine.saver.start(write, on_error)
@@ -143,7 +141,7 @@ class Snapshot:
         kept = KeptPages({}, {}) if copied else KeptPages.of(self._engine, ())
         contents, apart = Contents.of(self._engine, groups), self._apart_specs(self._apart())
         specs = self._specs(self._states, contents, kept, apart)
-        if self._engine.plan.options.max_staleness:  # all weights may lag
+        if self._engine.plan.options.asynchronous:  # all weights may lag
             specs[WEIGHT_BACK] = [spec for spec in specs[WEIGHT] if contents.stored[spec.name].steps is not None]
         return sum(spec.nbytes for of_file in specs.values() for spec in of_file)
 
@@ -230,20 +228,18 @@ class Snapshot:
                 [_steps(each, checkpoint) for each in self._parameters(unit)[: unit.trainable]]
                 for unit in self._engine.units
             ]
-            late = self._late(checkpoint)
+            lags = self._lags(checkpoint)
             adoptable = self._adoptable(checkpoint)
             for state in self._states:
                 checkpoint.check(state.name, contents.whole_specs(state, lambda name: checkpoint.division(name)[1]))
-            if checkpoint.lags:
-                weights = contents.whole_specs(self._states[0], lambda _: 1)
-                checkpoint.check(WEIGHT_BACK, [spec for spec in weights if spec.name in contents.trainable])
+            if checkpoint.late:
+                checkpoint.check(WEIGHT_BACK, contents.whole_specs(self._states[0], lambda _: 1))
             manifest = checkpoint.manifest
             self._engine.prepare_replacing()
             self._load_apart(checkpoint)
-            with self._engine.replacing(late):
+            with self._engine.replacing(lags):
                 for unit in self._engine.units:
-                    lags = late.lags and late.lags[unit.index]
-                    states = self._engine.plan.saved_states if lags else self._states
+                    states = self._engine.plan.saved_states if lags and lags[unit.index] else self._states
                     self._load_unit(unit, states, checkpoint, adoptable)
                 for unit in self._engine.units:
                     for param in unit.params:
@@ -258,29 +254,21 @@ class Snapshot:
             group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
         return manifest["param_groups"], manifest["extra"]
 
-    def _late(self, checkpoint: SavedCheckpoint) -> Late:
-        """How late the checkpoint's weights are. Nothing is late, and a message says so, if this run has not the
-        asynchronous updates that would make up for it."""
-        if not checkpoint.lags:
-            return Late()
-        said, found = checkpoint.manifest[LATE], [0] * len(self._engine.units)
-        most, is_same = said["max_staleness"], True
-        for parameter in all_states(self._engine):
-            index = parameter.unit.index
-            for name in _saved_parts(parameter, checkpoint):
-                unit, lag = checkpoint.lags.get(name, (index, 0))
-                found[index] = max(found[index], lag)
-                is_same &= (unit - index) % most == 0  # else they come after other steps
-        if is_same and most == self._engine.plan.options.max_staleness:
-            return Late(said["turn"], found)
-        _log.warning(
-            "%s was saved with updates that lag up to %d steps, and this run has other updates%s. The next step reads "
-            "the newest weights, so later bits are not those of a run without an interruption.",
-            checkpoint.directory,
-            most,
-            "" if is_same else ", or other units",
-        )
-        return Late()
+    def _lags(self, checkpoint: SavedCheckpoint) -> list[int]:
+        """By unit, how far the checkpoint's weights lag. Empty if none do. None do, and a message says so, in a run
+        without asynchronous updates."""
+        late, lags = {*checkpoint.late}, [0] * len(self._engine.units)
+        if late and not self._engine.plan.options.asynchronous:
+            _log.warning(
+                "%s was saved with updates that lag one step, and this run has other updates. The next step reads the "
+                "newest weights, so later bits are not those of a run without an interruption.",
+                checkpoint.directory,
+            )
+            return []
+        for parameter in all_states(self._engine) if late else ():
+            if not late.isdisjoint(_saved_parts(parameter, checkpoint)):
+                lags[parameter.unit.index] = 1
+        return lags
 
     def _load_unit(
         self, unit: LiveUnit, states: Sequence[StateSpec], checkpoint: SavedCheckpoint, adoptable: Adoptable

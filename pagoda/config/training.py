@@ -1,7 +1,7 @@
 """How a model is trained: precision, updates, activations, tiles, and the contents of a step."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
@@ -99,36 +99,31 @@ class MixedPrecision(Settings):
 
 @dataclass(frozen=True)
 class Updates(Settings):
-    """When weights are updated, and how far updates may lag.
+    """When weights are updated.
 
-    Asynchronous updates keep the gradients of `max_staleness` + 1 steps in memory, and a second copy of every weight.
+    Asynchronous updates keep the gradients of two steps in memory, and a second copy of every weight.
     """
 
     update: UpdateMode = "sync"
-    """sync: forward reads weights with all earlier updates. async: forward and backward do not wait for updates, so
-    weights lack those of the last steps. This is for state on an SSD that is slower than compute. It changes the
-    algorithm."""
-    max_staleness: int = 1
-    """With async: the most steps whose gradients the weights lack. With N, a unit is updated after every N-th step, and
-    the update may take one step of time. 0 gives the bits of sync."""
+    """sync: forward reads weights with all earlier updates. async: weights lack the last step's update, which has the
+    time of a step to run. This is for state on an SSD that is slower than compute. It changes the algorithm."""
+    _: KW_ONLY
     sync_steps: int = 0
     """With async: the first steps that wait for their updates, as with sync."""
     predict: bool = False
-    """With async: forward and backward read weights as they will probably be when the gradient is applied: as many
-    steps further on as they lag on average, (max_staleness + 1) / 2, if each step changes them as the last one did.
+    """With async: forward and backward read weights as they will probably be when the gradient is applied: one step
+    further on, if it changes them as the last one did.
     Evaluations read them too. `state_dict`, `gathered` and exports have the true weights. The fp32 master is then
     stored whole: 4 bytes for each parameter in place of 2, or in fp32 in place of none. For element-wise optimizers
     with momentum."""
-    speculate: bool | None = None
+    speculate: bool = True
     """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
-    that was wrong. The bits are the same. Old and new states need room until that is known. By default this applies
-    to units with state on SSD, and with a GPU to units in RAM, as far as there is room. True: also to units in RAM if
-    the CPU computes, even if other state then leaves RAM. False: never."""
+    that was wrong. The bits are the same. Old and new states need room until that is known. This applies to units with
+    state on SSD, and with a GPU to units in RAM, as far as there is room."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("update", self.update, UpdateMode)
-        require_count("max_staleness", self.max_staleness, 0)
         require_count("sync_steps", self.sync_steps, 0)
         if self.sync_steps and self.update == "sync":
             raise ConfigError(f"sync_steps is {self.sync_steps}, which needs update='async'.")
@@ -136,16 +131,14 @@ class Updates(Settings):
             raise ConfigError("predict=True needs update='async': with sync, no weights are late.")
 
     @property
-    def staleness(self) -> int | None:
-        """Most steps by which asynchronous updates lag. None if every update ends before its unit's next forward."""
-        return self.max_staleness if self.update == "async" else None
+    def asynchronous(self) -> bool:
+        """Whether weights lack the last step's update."""
+        return self.update == "async"
 
     @property
     def ahead(self) -> float | None:
-        """Number of steps by which weights are predicted: as many as they lag on average. None if they are not."""
-        if not self.predict:
-            return None
-        return (self.max_staleness + 1) / 2 if self.max_staleness else 0.0
+        """Number of steps by which weights are predicted. None if they are not."""
+        return 1.0 if self.predict else None
 
 
 @dataclass(frozen=True)
@@ -237,15 +230,6 @@ class Step(Settings):
 @dataclass(frozen=True, kw_only=True)
 class Training(Tiles, Activations, Updates, MixedPrecision, Step):
     """All settings of training, except optimizer, memory and ranks."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        decided_last = self.clip_grad_norm is not None or self.may_skip
-        if self.speculate and (not decided_last or self.accumulation_steps is None):
-            raise ConfigError(
-                "speculate=True updates during backward before it is known whether gradients are clipped: give "
-                "clip_grad_norm (or dynamic loss scaling) and accumulation_steps."
-            )
 
 
 def training_of(

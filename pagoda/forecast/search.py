@@ -199,7 +199,7 @@ def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Opt
 def _room_for_activations(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     """If activations go to SSD, since RAM has old states for updates that may be undone: no such updates."""
     plan = fastest.plan
-    if problem.options.speculate is None and plan.placement.speculated and plan.activations.peak.ssd:
+    if problem.options.speculate and plan.placement.speculated and plan.activations.peak.ssd:
         named = "" if fastest.name == USUAL else f"{fastest.name}, "
         yield f"{named}activations in RAM in place of old states", replace(fastest.options, speculate=False)
 

@@ -36,10 +36,6 @@ class Region:
         region.poison()
         return region
 
-    def anew(self) -> "Region":
-        """The same pages, of which none is taken."""
-        return Region(self.name, self.arena, self.page_bytes, self.start, self.count, self.poisoned)
-
     @property
     def nbytes(self) -> int:
         return self.count * self.page_bytes

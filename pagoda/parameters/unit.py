@@ -200,18 +200,6 @@ class LiveUnit:
         self.hide_slot(slot)
         self._gathered.pop(slot, None)
 
-    def begin_anew(self) -> None:
-        """Nothing uses the unit."""
-        self.active, self.used, self.updated, self.fetch_error = 0, False, False, None
-        self.pack = object()
-        self.marked.clear()
-        self._gathered.clear()
-        self._versions.clear()
-        for slot, param in enumerate(self.params):
-            param.grad = None
-            param.__dict__.pop("_data_given", None)
-            self.hide_slot(slot)
-
     def name(self, slot: int) -> str:
         """Qualified name of a parameter."""
         return self.spec.slots[slot].param.name

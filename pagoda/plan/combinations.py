@@ -14,13 +14,11 @@ class Feature(StrEnum):
 
     WHOLE = "an optimizer that takes whole parameters (Adafactor, Muon)"
     ASYNC = "update='async'"
-    SPECULATE = "speculate=True"
     TILES = "tile_limit"
 
 
 REFUSED: Mapping[frozenset[Feature], str] = {
     frozenset((Feature.WHOLE, Feature.TILES)): "a tile is a part of a parameter",
-    frozenset((Feature.ASYNC, Feature.SPECULATE)): "speculation is for updates for which the next forward waits",
 }
 """Pairs that are refused, each with the reason."""
 
@@ -39,8 +37,7 @@ def check_features(options: Options, states: Sequence[StateSpec], tiled: bool) -
     `tile_limit` is set."""
     used = {
         Feature.WHOLE: states[0].whole is not None,
-        Feature.ASYNC: options.max_staleness is not None,
-        Feature.SPECULATE: options.speculate is True,
+        Feature.ASYNC: options.asynchronous,
         Feature.TILES: tiled,
     }
     if (why := why_not([feature for feature, is_used in used.items() if is_used])) is not None:

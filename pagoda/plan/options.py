@@ -25,12 +25,11 @@ class Options:
     """What the device updates and is home to."""
     keep_checkpoints: int | None = None
     """Number of checkpoints whose pages on SSD are kept at once. None: one if there is room."""
-    max_staleness: int | None = None
-    """Bound of asynchronous updates, in steps. None: every update ends before the next forward of its unit."""
-    speculate: bool | None = None
-    """Whether units are updated during backward as if nothing will be clipped. False: never. None: units with states on
-    SSD, and with a separate device all others, if there is room for old and new states. True: all units, even if
-    moments leave RAM for it."""
+    asynchronous: bool = False
+    """Whether weights lack the last step's update. If not, every update ends before the next forward of its unit."""
+    speculate: bool = True
+    """Whether units are updated during backward as if nothing will be clipped, if there is room for old and new states:
+    units with states on SSD, and with a separate device all others."""
     activations: ActivationMode = "keep"
     """What is done with activations."""
     partition_activations: bool = False
@@ -58,7 +57,7 @@ class Options:
             clipping=training.clip_grad_norm is not None,
             split=memory.split,
             keep_checkpoints=memory.ssd_checkpoints,
-            max_staleness=training.staleness,
+            asynchronous=training.asynchronous,
             speculate=training.speculate,
             activations=training.activations or "recompute",
             partition_activations=training.partition_activations,
@@ -79,11 +78,11 @@ class Options:
     @property
     def may_speculate(self) -> bool:
         """True if a gradient is final as soon as it has arrived, but its scale is not."""
-        return self._announced and self._decided_last and self.speculate is not False
+        return self._announced and self._decided_last and self.speculate
 
     @property
     def _announced(self) -> bool:
-        return self.accumulation_steps is not None and self.max_staleness is None
+        return self.accumulation_steps is not None and not self.asynchronous
 
     @property
     def _decided_last(self) -> bool:

@@ -91,7 +91,7 @@ class _Placer:
         page = layout.page_bytes
         self.device, self.ssd = (None if n is None else n // page for n in (budgets.device, budgets.ssd))
         self.all = frozenset(unit.index for unit in layout.units)
-        self.asynchronous = options.max_staleness is not None
+        self.asynchronous = options.asynchronous
         self.during_backward = options.update_during_backward
         self.speculates = options.may_speculate
         self.update_ring = 0
@@ -184,11 +184,6 @@ class _Placer:
         grads_in, staging = self._divided_grads(left)
         left -= staging + sum(self.grad[unit] for unit in grads_in)
         moments_in = first_that_fit(self.moment, left)
-        if self.speculates and self.options.speculate:
-            aside = {unit.index: self._aside(unit, unit.index in weights_in, False)[0] for unit in self.layout.units}
-            room = left - sum(aside.values())
-            while moments_in and sum(self.moment[unit] - aside[unit] for unit in moments_in) > room:
-                moments_in -= {max(moments_in)}
         return _InRam(weights_in, grads_in, moments_in, staging, leases)
 
     def needed_in_memory(self) -> int:
@@ -242,9 +237,8 @@ class _Placer:
         lines = {state.name: sum(self._by_unit(state.name).values()) for state in layout.small}
         lines[CHECKPOINT] = layout.piece_pages
         lines[WORK] = layout.work_pages
-        if self.options.max_staleness is not None:
-            grads = sum(self._by_unit(GRAD).values())
-            lines |= {GRAD: grads, GRAD_QUEUE: self.options.max_staleness * grads}
+        if self.asynchronous:
+            lines[GRAD] = lines[GRAD_QUEUE] = sum(self._by_unit(GRAD).values())
         if self.device is not None:
             buffers, elements = layout.bounce
             widest = max(map(layout.offloaded_itemsize, layout.units))
@@ -320,7 +314,7 @@ class _Placer:
         """Units whose old states fit in addition to the new ones. Adds the lines for undoing updates.
 
         Units with moments on SSD come first, because their updates take longest. The others must leave room for a
-        checkpoint, and are chosen by default only with a separate device: if the CPU computes, they gain nothing.
+        checkpoint, and are chosen only with a separate device: if the CPU computes, they gain nothing.
         """
         if not self.speculates:
             return frozenset()
@@ -331,7 +325,7 @@ class _Placer:
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
         at_home = {unit for unit, _ in self.at_home}
         chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - at_home}, left, free)
-        if self.device is not None or self.options.speculate:
+        if self.device is not None:
             others = kept.moments - at_home
             room = left - ram - self._copied(host)
             more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, room, free - pages)
@@ -445,8 +439,8 @@ class _Placer:
     def _lines_at_home(self, layout: Layout, unit: UnitSpec, states: Sequence[str]) -> dict[str, int]:
         """Line -> pages of the device that states of a unit take if they live there."""
         lines = {state: layout.pages(unit, state) for state in states}
-        if self.options.max_staleness is not None and GRAD in lines:
-            lines[GRAD_QUEUE] = self.options.max_staleness * lines[GRAD]
+        if self.asynchronous and GRAD in lines:
+            lines[GRAD_QUEUE] = lines[GRAD]
         return lines
 
     @property
@@ -461,7 +455,7 @@ class _Placer:
             needed, available = needed + self.reserved, available + self.reserved
             if self.asynchronous:
                 grads = format_bytes(self.fixed.get(GRAD, 0) * page)
-                setting += f", or lower max_staleness: RAM keeps gradients of max_staleness + 1 steps, {grads} each"
+                setting += f", or set update='sync': async keeps the gradients of 2 steps in RAM, {grads} each"
         raise BudgetError(
             f"The training state does not fit: {tier} needs at least {format_at_least(needed * page)} and has "
             f"{format_bytes(available * page)}, {format_at_least((needed - available) * page)} short. "

@@ -171,7 +171,7 @@ class Plan:
     def saved_states(self) -> tuple[StateSpec, ...]:
         """What a checkpoint may hold of most units: their states, and as WEIGHT_BACK the weights that steps read while
         these lag."""
-        late = [replace(self.layout.weight, name=WEIGHT_BACK)] if self.options.max_staleness else []
+        late = [replace(self.layout.weight, name=WEIGHT_BACK)] if self.options.asynchronous else []
         return (*self.layout.states, *late)
 
     def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:

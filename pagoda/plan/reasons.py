@@ -125,7 +125,7 @@ def _homes(plan: "Plan") -> str:
     on_ssd = {name: len(plan.units_holding(SSD, states)) for _, name, states in kept}
     if any(on_ssd.values()):
         counts = " and ".join(f"the {name} of {units}" for name, units in on_ssd.items())
-        gradients = [] if options.update_during_backward or options.max_staleness is not None else ["gradients"]
+        gradients = [] if options.update_during_backward or options.asynchronous else ["gradients"]
         first, *then = ["weights", *gradients, *["moments"] * bool(layout.moments)]
         order = "".join(f", then to {name}" for name in then)
         return (
@@ -186,11 +186,10 @@ def _state_bytes(plan: "Plan") -> str:
 
 def _when_updated(plan: "Plan") -> Iterator[str]:
     options, placement, count = plan.options, plan.placement, len(plan.units)
-    if (most := options.max_staleness) is not None:
+    if options.asynchronous:
         yield (
-            "Units are updated while forward and backward run on (asynchronous updates): weights lag at most "
-            f"{most} step{'s' * (most > 1)}, for which the gradients of {most + 1} steps are kept, and weights have a "
-            "second extent."
+            "Units are updated while forward and backward run on (asynchronous updates): weights lag one step, for "
+            "which the gradients of 2 steps are kept, and weights have a second extent."
         )
         return
     trained = _trained(plan)

@@ -257,14 +257,6 @@ class Saver:
         if job is not None:
             job.wait_until_done()
 
-    def restart(self) -> None:
-        """The capture has been given up. End the write of its checkpoint, and begin anew."""
-        self._lane.restart()
-        self._writers.restart()
-        if self._job is not None:
-            _log.warning("The checkpoint that was being written is lost.")
-        self._job = None
-
     def close(self) -> None:
         """Finish the checkpoint that is being written, and join the threads. Raises its error."""
         self._lane.close()

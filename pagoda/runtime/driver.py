@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pagoda.interrupts import held_back
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.waiters import Waiters
 from pagoda.schedule.operations import Operation
@@ -23,8 +24,8 @@ class Driver:
     before the lock is released. Nothing waits or runs user code under the lock. Bytes move under it only in lanes that
     do small work at once (`Lane.inline_bytes`).
 
-    An error in an event, such as that of a signal's handler, leaves half of it behind. Then the states are damaged and
-    the driver stops: it ignores events, and refuses to wait, until `restart`.
+    An error in an event leaves half of it behind. Then the states are damaged and the driver stops: it ignores events,
+    and refuses to wait. Signals are held back in events, so this is a fault of Pagoda or of the system.
     """
 
     def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None], damage: Damage) -> None:
@@ -37,10 +38,6 @@ class Driver:
         self._lock = threading.Lock()
         self._changed = Waiters()
         """Threads that wait for the next event."""
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin anew, with a scheduler that has begun anew. No operation is under way."""
         self._events: deque[Event] = deque()
         self._holder: int | None = None
         """The thread that is processing events."""
@@ -63,7 +60,7 @@ class Driver:
         self._events.append((event, arguments))
         if not (self._holder == threading.get_ident() and self._lock.locked()):
             with self._lock:
-                self._process()
+                held_back(self._process)
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """Answer a question about the scheduler, between two events."""

@@ -1,10 +1,11 @@
 """The executor: carries out the scheduler's operations on real memory, and reports how each ended."""
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pagoda.errors import NonFiniteGradientError
+from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
@@ -20,6 +21,8 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.updates import Extents, RunningUpdate, UpdateStream
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
+
+_log = logging.getLogger("pagoda")
 
 
 @dataclass(eq=False, repr=False)
@@ -37,9 +40,12 @@ class Executor:
     _device: Device
     damage: Damage = field(default_factory=Damage)
     _held: list[Operation] = field(default_factory=list)
-    """RECLAIMs of weights to which something still referred."""
+    """EVICT, OUTDATE and ASK of weights to which something still referred."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
+    stall: BaseException | None = None
+    """The error of a drive for which an update or a read of a gradient waits. It is tried again when compute waits
+    next."""
     capture: Capture | None = None
     """The checkpoint that is being written, if any."""
     share: Callable[[UnitGradient, str], Handle] | None = None
@@ -48,10 +54,12 @@ class Executor:
     def __post_init__(self) -> None:
         gradients = self._gradients
         self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation), self.damage)
-        self._asynchronous = self._store.plan.options.max_staleness is not None
+        self._asynchronous = self._store.plan.options.asynchronous
         self._do = {
             Kind.FETCH: self._fetch,
-            Kind.RECLAIM: self._reclaim,
+            Kind.EVICT: self._reclaim,
+            Kind.OUTDATE: self._reclaim,
+            Kind.ASK: self._reclaim,
             Kind.OFFLOAD: lambda op: self._follow(op, gradients.offload(op)),
             Kind.SPILL: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
@@ -67,23 +75,46 @@ class Executor:
     # --- what compute asks ---
 
     def poll(self) -> None:
-        """Tell the scheduler about earlier RECLAIMs of weights to which nothing refers any more."""
+        """Tell the scheduler about weights to which nothing refers any more."""
         for operation in [*self._held]:
             if self._leases.is_free(operation, self._units[operation.unit]) and operation in self._held:
                 self._held.remove(operation)
                 self.driver.tell(self._let_go, operation)
 
+    def retry_updates(self) -> None:
+        """Try again what updates could not read or write."""
+        if self.stall is not None:
+            self.stall = None
+            self.driver.tell(self._scheduler.try_again)
+            self.updates.retry()
+
+    def raise_failure(self) -> None:
+        """Raise the error for which compute waits no longer."""
+        if self._scheduler.broken:
+            self.damage.raise_cause()
+        if self.stall is not None:
+            raise StorageError(
+                f"{self.stall} -- An update needs this. Nothing is lost: Pagoda tries again when it is used next. "
+                "If the drive cannot be mended, load a checkpoint."
+            ) from self.stall
+
     def raise_spill_failure(self) -> None:
         """If a SPILL has failed and is not tried again, raise its error, and try it again."""
         error, self.spill_failure = self.spill_failure, None
         if error is not None and self._scheduler.spilling_fails:
-            self.driver.tell(self._scheduler.spill_again)
+            self.driver.tell(self._scheduler.try_again)
             raise error
 
     def end_step(self, clipped: bool, changed: Collection[int], unused: Collection[int]) -> None:
         """`step()` was called. This is an event."""
         self._scheduler.end_step(clipped, changed=changed, unused=unused)
         self._end_pending()
+
+    def restored(self, lags: Sequence[int]) -> None:
+        """Every state has been replaced, by weights with these `lags`. This is an event."""
+        self._scheduler.restored(lags)
+        self.stall, self.updates.gives_up = None, False
+        self.damage.cause = None
 
     def lend(self, unit: LiveUnit) -> Handle | None:
         """Another rank is about to read a unit's weights in their home. Returns the handle that it must wait for, if
@@ -115,6 +146,7 @@ class Executor:
         """Start a checkpoint that reads every unit. This is an event."""
         self.capture = capture
         self._scheduler.begin_checkpoint(capture.in_place)
+        self.retry_updates()
         self._end_lost_capture()
 
     def end_checkpoint(self) -> None:
@@ -122,20 +154,11 @@ class Executor:
         self.capture = None
         self._scheduler.end_checkpoint()
 
-    def abandon(self, error: BaseException) -> list[Lane]:
-        """The driver has stopped. Let all work fail that waits for other work. Returns the lanes that only parts of
-        this have."""
+    def abandon(self, error: BaseException) -> None:
+        """The driver has stopped. Let all work fail that waits for other work."""
         if self.capture is not None:
             self.capture.end(error)
         self.updates.refuse(error)
-        self._leases.refill()
-        return self._gradients.refill()
-
-    def begin_anew(self) -> None:
-        """Lanes have ended all work, and the scheduler has begun anew. Nothing is under way."""
-        self._held.clear()
-        self.spill_failure = self.capture = None
-        self.driver.restart()
 
     def close(self) -> bool:
         """Release all memory. Every lane must have ended. Returns whether someone still holds weights of a lease."""
@@ -147,11 +170,11 @@ class Executor:
         a lease."""
         for unit in self._units:  # the scheduler outlives this, with its records
             weights = self._scheduler.weights(unit.index)
-            updates = [weights.update, weights.asking, weights.guess, weights.closed, *weights.later, *weights.sharing]
-            records = [weights.requested, *weights.open]
-            for update in filter(None, updates):
+            one_each = [weights.update, weights.asking, weights.guess, weights.unannounced]
+            records = [weights.requested]
+            for update in filter(None, (*one_each, *weights.later, *weights.sharing)):
                 update.payload = None
-                records += update.records
+                records.append(update.record)
             for record in filter(None, records):
                 record.payload = None
         self._gradients.let_go()
@@ -180,8 +203,10 @@ class Executor:
             self._units[operation.unit].fetch_error = error
         elif operation.kind is Kind.SPILL:
             self.spill_failure = self.spill_failure or error
+        elif operation.kind is Kind.RELOAD:
+            self._note_stalled(error)
         self._scheduler.failed(operation)
-        if self._scheduler.broken or operation.kind is Kind.RELOAD:
+        if self._scheduler.broken:
             self.damage.note(error)
         self._end_pending()
         self._end_lost_capture()
@@ -201,7 +226,7 @@ class Executor:
             self.capture.end(self.damage.cause or self.spill_failure)
 
     def _fetch(self, operation: Operation) -> None:
-        after = [record.payload.shown for record in operation.gradients]
+        after = [] if operation.gradient is None else [operation.gradient.payload.shown]
         if operation.undoing is not None:
             after.append(operation.undoing.payload.over)
         handle = self._leases.fetch(operation, self._units[operation.unit], after)
@@ -223,29 +248,26 @@ class Executor:
         self._scheduler.let_go(operation)
 
     def _update(self, operation: Operation) -> None:
-        gradients = [record.payload for record in operation.gradients]
-        last = gradients[-1]
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         guess = None
         if operation.undoable:
-            guess = operation.about.payload = Guess(self._store, last, operation.home)
+            guess = operation.about.payload = Guess(self._store, gradient, operation.home)
             updated, written = guess.updated, guess.written
         else:
-            updated, written = last.updated, last.written
-            last.begun = True
+            updated, written = gradient.updated, gradient.written
+            gradient.begun = True
         store, unit = self._store, operation.unit
         extents = Extents(store.newest_extents(unit), store.extents(unit, operation.home))
         tell, scheduler = self.driver.tell, self._scheduler
         if operation.unit in store.plan.placement.on_device:
-            last.issued = self._device.fence()
+            gradient.issued = self._device.fence()
 
         def weights_written(error: BaseException | None) -> None:
             if error is None:
                 tell(scheduler.weights_written, operation)
 
         def ended(error: BaseException | None) -> None:
-            for gradient in gradients[:-1]:
-                gradient.updated.finish(error)
-                gradient.written.finish(error)
             if guess is not None:
                 tell(guess.end)
             if isinstance(error, NonFiniteGradientError):
@@ -257,8 +279,17 @@ class Executor:
         all_of([written, updated]).then(ended)
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
-        pieces = [(gradient, gradient.segments) for gradient in gradients]
-        self.updates.submit(RunningUpdate(pieces, extents, guess, kept, updated, written, used))
+        retried = guess is None and self.share is None  # other ranks would wait
+        stalled = partial(tell, self._note_stalled) if retried else None
+        self.updates.submit(
+            RunningUpdate(gradient, gradient.segments, extents, guess, kept, updated, written, used, stalled)
+        )
+
+    def _note_stalled(self, error: BaseException) -> None:
+        _log.warning("An update waits for a drive, and is tried again: %s", error)
+        self.stall = error
+        if self.capture is not None and self._scheduler.checkpoint.left:
+            self.capture.end(error)  # it may wait for this update
 
     def _refused(self, operation: Operation) -> None:
         self._scheduler.refused(operation)
@@ -266,7 +297,8 @@ class Executor:
             guess.over.finish()
 
     def _keep(self, operation: Operation) -> None:
-        gradient: UnitGradient = operation.gradients[0].payload
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         if operation.about is None:
             gradient.unit.updated = True
             gradient.request()
@@ -282,7 +314,8 @@ class Executor:
 
     def _share(self, operation: Operation) -> None:
         assert self.share is not None, "only ranks share"
-        gradient: UnitGradient = operation.gradients[0].payload
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         handle = self.share(gradient, self._store.extent(operation.unit, WEIGHT, operation.home))
         handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))

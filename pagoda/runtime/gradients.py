@@ -339,7 +339,8 @@ class GradientBuffers:
 
     def offload(self, operation: Operation) -> Handle:
         """Start an OFFLOAD."""
-        gradient: UnitGradient = operation.gradients[0].payload
+        assert operation.gradient is not None
+        gradient: UnitGradient = operation.gradient.payload
         self._place(gradient, operation)
         handle: Handle = operation.delivery()
         gradient.pending.append(handle)
@@ -348,11 +349,12 @@ class GradientBuffers:
     def transfer(self, operation: Operation) -> Handle:
         """Start a SPILL or RELOAD: move the buffer that an operation names to SSD or back."""
         assert operation.run is not None
+        assert operation.gradient is not None
         reading = operation.kind is Kind.RELOAD
         lane, verb = ("ssd_read", "gradient") if reading else ("ssd_write", "spill")
         move = self._store.load if reading else self._store.save
         if reading:
-            self._place(operation.gradients[0].payload, operation)
+            self._place(operation.gradient.payload, operation)
         view = self._staging.part(operation.run).view()
         label = f"{verb} {self._store.plan.units[operation.unit].name}"
         return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
@@ -374,11 +376,6 @@ class GradientBuffers:
             gradient.place = None
         self._of_step.clear()
         self._bounce = Ring(())
-
-    def refill(self) -> list[Lane]:
-        """Let no addition wait for a buffer. What they add does not count any more. Returns their lane, if any."""
-        self._bounce.refill()
-        return [] if self._adders is None else [self._adders]
 
     def close(self) -> None:
         """Join the threads that add gradients."""

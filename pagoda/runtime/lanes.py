@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from torch.autograd import profiler
 
+from pagoda.interrupts import held_back
 from pagoda.plan.tiers import INLINE_BYTES
-from pagoda.process import check_not_forked, forks, may_be_of_signal, start_thread
+from pagoda.process import check_not_forked, forks, start_thread
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.waiters import Waiters
 
@@ -214,8 +215,6 @@ class Lane:
         self._forks = forks()
         self._busy_s = 0.0
         self._bytes = 0
-        self._worked = False
-        """Whether a thread has worked since the last `restart`."""
         self._threads = [start_thread(self._run, f"{THREAD_NAMES}{name}-{i}") for i in range(threads)]
 
     def submit(self, work: Work, after: Iterable[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
@@ -237,12 +236,7 @@ class Lane:
             with self._lock:
                 self._open += 1
             if now:
-                start = time.perf_counter()
-                event, error = self._do(work)
-                assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
-                self._end(ticket, start, error)
-                if error is not None and may_be_of_signal(error):
-                    raise error
+                held_back(self._do_now, work, ticket)
             else:
                 self._queue.put((work, ticket))
 
@@ -279,20 +273,8 @@ class Lane:
         while not self._queue.empty():
             self._queue.get()
 
-    def restart(self) -> bool:
-        """Finish the queued work, and begin anew. Returns whether there was any."""
-        self.close()
-        worked, self._worked = self._worked, False
-        left = [self._queue.get() for _ in range(self._queue.qsize())]
-        for item in filter(None, left):  # an interrupted `close` may have left its marks
-            self._queue.put(item)
-        self._finisher, self._open = None, self._queue.qsize()
-        self._threads = [start_thread(self._run, f"{THREAD_NAMES}{self.name}-{i}") for i in range(self.threads)]
-        return worked
-
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            self._worked = True
             work, ticket = item
             start = time.perf_counter()
             event, error = self._do(work)
@@ -305,6 +287,12 @@ class Lane:
                 with suppress(BaseException):  # who waits gets it
                     self._end(ticket, start, error)
             del ticket, event, error
+
+    def _do_now(self, work: Work, ticket: _Ticket) -> None:
+        start = time.perf_counter()
+        event, error = self._do(work)
+        assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
+        self._end(ticket, start, error)
 
     def _do(self, work: Work) -> tuple[Event | None, BaseException | None]:
         try:

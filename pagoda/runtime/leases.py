@@ -98,10 +98,6 @@ class Fetcher:
             if unit.index not in in_frames:
                 self.lease_home(unit)
 
-    def refill(self) -> None:
-        """Let no fetch wait for a slot. What fetches bring does not count any more."""
-        self._ring.refill()
-
     def lease_home(self, unit: LiveUnit) -> None:
         """Lease a unit in place, where its home is now. Views of an earlier place may see its contents change."""
         scheduled = self._scheduler.lease(unit.index)
@@ -146,14 +142,14 @@ class Fetcher:
         return ready
 
     def is_free(self, operation: Operation, unit: LiveUnit) -> bool:
-        """Whether nothing refers to the weights that a RECLAIM names."""
+        """Whether nothing refers to the weights that an EVICT, OUTDATE or ASK names."""
         if operation.run is not None:
             return not operation.about.payload.held
         lease = self.of(unit)
         return not (unit.packed or unit.active or (lease is not None and lease.held))
 
     def reclaim(self, operation: Operation, unit: LiveUnit) -> bool:
-        """Whether nothing refers to the weights that a RECLAIM names. If so, their frames are given back."""
+        """Whether nothing refers to the weights of an EVICT, OUTDATE or ASK. If so, their frames are given back."""
         if not self.is_free(operation, unit):
             return False
         if operation.run is None:

@@ -15,18 +15,12 @@ class Ring(Generic[Slot]):
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
-        slots = self._slots = [*slots]
         self._free: SimpleQueue[Slot] = SimpleQueue()
         self.take = self._free.get
         """Wait for a free slot and take it."""
         self.give_back = self._free.put
         """Give back a slot that nothing reads or writes any more."""
         for slot in slots:
-            self.give_back(slot)
-
-    def refill(self) -> None:
-        """Give back slots that nobody will, so that nobody waits for them. What is in slots does not count any more."""
-        for slot in self._slots:
             self.give_back(slot)
 
     @contextmanager

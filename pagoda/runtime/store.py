@@ -317,7 +317,7 @@ class Store:
         """Take the pages of a unit's extents."""
         layout, placement = self.plan.layout, self.plan.placement
         states = [state.name for state in layout.states_of(unit)]
-        for state in (*states, *(() if self.plan.options.max_staleness is None else (WEIGHT_BACK,)), GRAD):
+        for state in (*states, *((WEIGHT_BACK,) if self.plan.options.asynchronous else ()), GRAD):
             pages, dtype = layout.pages(unit, state), layout.dtype(unit, state)
             home = placement.home(unit.index, state)
             if pages and home == SSD and state in placement.lines[SSD]:
@@ -335,21 +335,16 @@ class Store:
         home = self._tensors.get((unit.index, GRAD))
         if home is None:
             return []
-        pages = self.plan.layout.pages(unit, GRAD)
-        tier = self._tier_of(unit.index, GRAD)
-        waiting = range(self.plan.options.max_staleness or 0)
-        return [home, *(tier.take(pages).tensor(home.dtype) for _ in waiting)]
+        if not self.plan.options.asynchronous:
+            return [home]
+        pages, tier = self.plan.layout.pages(unit, GRAD), self._tier_of(unit.index, GRAD)
+        return [home, tier.take(pages).tensor(home.dtype)]
 
     def _tier_of(self, unit: int, state: str) -> Region:
         """The memory that holds a state that is not on SSD."""
         tier = self.device if self.lives_on_device(unit, state) else self.host
         assert tier is not None
         return tier
-
-    def begin_anew(self) -> None:
-        """Forget the values of all states, which will be replaced, and who has which pages. Nothing uses any."""
-        self._divide(self.plan, self.host.anew(), self.device and self.device.anew())
-        self._place_on_ssd({})
 
     # --- another placement --------------------------------------------------------------------------------
 

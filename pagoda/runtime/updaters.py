@@ -17,7 +17,6 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device, UpdateKernel
-from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
@@ -51,7 +50,7 @@ class HostUpdater(Updater):
             # Not earlier: small objects that live long fragment the memory that autograd's large tensors come from.
             new = self._tensors(block, extents.write)
             old = self._copy_unchanged(block, self._tensors(block, extents.read), new) if moves else new
-            self._apply_all(block, lambda record: record.buffer[at : at + count], old, new, self._work)
+            self._apply_all(block, lambda: block.update.gradient.buffer[at : at + count], old, new, self._work)
 
         states_bytes = sum(
             len(part.elements) * store.dtype(unit.index, name).itemsize for name, part in block.parts.items()
@@ -68,9 +67,8 @@ class HostUpdater(Updater):
                 copy_bytes(new[state.name], old[state.name])
             return new
         origin = self._store.shards.updated(block.update.unit.spec).start + block.start
-        segments = block.pieces[0][1] if block.pieces else ()
-        first = 0
-        for start, stop in [*((s.start - origin, s.stop - origin) for s in segments), (block.stop - block.start,) * 2]:
+        first, end = 0, block.stop - block.start
+        for start, stop in [*((s.start - origin, s.stop - origin) for s in block.segments), (end, end)]:
             for state in moved if start > first else ():
                 gap = slice(state.elements(first), state.elements(start))
                 copy_bytes(new[state.name][gap], old[state.name][gap])
@@ -121,8 +119,8 @@ class DeviceUpdater(Updater):
     states come from RAM, or from SSD through the ring in RAM. A block of them is copied to a slot on the device,
     updated, and copied back. All three steps are in the pipe of the slot, so the device waits for no thread between
     them. Blocks of other slots move at the same time. The gradient is copied too, unless it lives on the device.
-    Gradients of several steps come one after another. An update ends when all its states are home, as on the CPU. Plans
-    have no speculative updates of units that live on the device.
+    An update ends when all its states are home, as on the CPU. Plans have no speculative updates of units that live on
+    the device.
     """
 
     def __init__(
@@ -165,11 +163,11 @@ class DeviceUpdater(Updater):
         moving = [name for name in new if not self._store.lives_on_device(unit.index, name)]
         brings = not self._store.lives_on_device(unit.index, GRAD)
         at, nbytes = self._store.shards.origin(unit.spec, GRAD) + start, sum(tensor.nbytes for tensor in new.values())
-        gradients = count * self._store.dtype(unit.index, GRAD).itemsize * len(block.pieces)
+        gradient_bytes = count * self._store.dtype(unit.index, GRAD).itemsize * bool(block.segments)
         there = None if block.place is None else self._slots[block.place]
 
-        def gradient_of(record: UnitGradient) -> torch.Tensor:
-            gradient = record.buffer[at : at + count]
+        def gradient_part() -> torch.Tensor:
+            gradient = update.gradient.buffer[at : at + count]
             if there is not None and brings:
                 landing = there.gradient.view(gradient.dtype)[:count]
                 device.copy(landing, gradient)
@@ -185,17 +183,17 @@ class DeviceUpdater(Updater):
                     device.copy(new[name], old[name])
             for name in moving:
                 device.copy(states[name], old[name])
-            self._apply_all(block, gradient_of, states, states, None if there is None else there.work)
+            self._apply_all(block, gradient_part, states, states, None if there is None else there.work)
             for name in moving:
                 device.copy(new[name], states[name])
 
         passed = sum(new[name].nbytes for name in moving)
-        self._lanes["h2d"].count(passed + gradients * brings)
+        self._lanes["h2d"].count(passed + gradient_bytes * brings)
         self._lanes["d2h"].count(passed)
         # Compute may still read weights that live there.
-        read = PAST if WEIGHT in moving else update.pieces[-1][0].issued
+        read = PAST if WEIGHT in moving else update.gradient.issued
         pipe = unit.index % DEVICE_SLOTS if block.place is None else block.place
-        label, touched = f"update {unit.spec.name}", 2 * nbytes + gradients
+        label, touched = f"update {unit.spec.name}", 2 * nbytes + gradient_bytes
         queued = partial(device.pipe, pipe, work, read)
         return self._lanes["device_update"].submit(queued, (), touched, label)
 

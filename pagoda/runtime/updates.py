@@ -17,7 +17,6 @@ from pagoda.optim.rule import StateSpec
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
-from pagoda.process import may_be_of_signal
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
@@ -26,8 +25,6 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.waiters import Waiters
 from pagoda.schedule.stream import Action, Block, Do, Stream
 
-Pieces = Sequence[tuple[UnitGradient, Sequence[Segment]]]
-"""The gradients of one or several steps, applied one after another, each with the segments that it changes."""
 Tensors = Mapping[str, torch.Tensor]
 """By state, its part of a block."""
 
@@ -47,7 +44,9 @@ class Extents(NamedTuple):
 class RunningUpdate(NamedTuple):
     """One unit's update."""
 
-    pieces: Pieces
+    gradient: UnitGradient
+    segments: Sequence[Segment]
+    """The elements that it changes."""
     extents: Extents
     guess: Guess | None
     """Keeps the old states if the update may have to be undone."""
@@ -58,11 +57,13 @@ class RunningUpdate(NamedTuple):
     written: Handle
     """Ends when every state is in its home."""
     used: Callable[[], None]
-    """Called when the gradients have been read."""
+    """Called when the gradient has been read."""
+    stalled: Callable[[BaseException], None] | None = None
+    """Called when a drive has failed. The update waits for `UpdateStream.retry`. If None, the update fails at once."""
 
     @property
     def unit(self) -> LiveUnit:
-        return self.pieces[-1][0].unit
+        return self.gradient.unit
 
     def finish(self, error: BaseException | None) -> None:
         """Mark the update as ended before any of it was done."""
@@ -86,8 +87,8 @@ class BlockUpdate(NamedTuple):
     start: int
     """First element, counted from the first element that this rank updates of the unit."""
     stop: int
-    pieces: Pieces
-    """What of the update lies in it. Empty if unchanged states are only copied."""
+    segments: Sequence[Segment]
+    """What the update changes of it. Empty if unchanged states are only copied."""
     parts: Mapping[str, StatePart]
     """The block's part of each state."""
     slot: Region | None
@@ -122,6 +123,8 @@ class UpdateStream:
         """Thread -> the actions that it carries out now. Lanes may do small work at once, whose end adds to them."""
         self._refusal: BaseException | None = None
         """The error with which every further update fails."""
+        self.gives_up = False
+        """Whether an update fails for good if a drive fails."""
 
     def submit(self, update: RunningUpdate) -> None:
         """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.
@@ -138,6 +141,15 @@ class UpdateStream:
         room."""
         if self._refusal is None:
             self._tell(self._stream.read_ahead, unit)
+
+    def retry(self) -> None:
+        """Try again what drives have failed to read or write."""
+        self._tell(self._stream.retry)
+
+    def give_up(self) -> None:
+        """Let updates fail that wait for a drive, and later ones at once."""
+        self.gives_up = True
+        self._tell(self._stream.give_up)
 
     def drop_ahead(self) -> None:
         """Drop what was read ahead. No update may be under way."""
@@ -156,10 +168,12 @@ class UpdateStream:
         """Let every update that has not begun fail with an error."""
         self._refusal = error
         self._tell(self._stream.refuse, error)
+        self.give_up()
 
     def close(self) -> None:
         """Finish the submitted updates. Later ones, which come of what was under way, fail."""
         self._refusal = self._refusal or UsageError("The optimizer is closed.")
+        self.give_up()
         self.drop_ahead()
         self.wait_until_idle()
 
@@ -169,13 +183,11 @@ class UpdateStream:
         That error is not raised. A traceback keeps all that this thread's frames refer to, such as weights in a lease,
         and the error lives as long as the gradient.
         """
-        error = error or self._refusal or _non_finite(update.pieces)
+        error = error or self._refusal or _non_finite(update.gradient)
         if error is None and update.guess is not None:
             try:
                 update.guess.begin()
             except BaseException as raised:
-                if may_be_of_signal(raised):
-                    raise
                 error = raised
         if error is None:
             self._tell(self._stream.ask, update, update.unit.index, self._changing(update))
@@ -186,7 +198,7 @@ class UpdateStream:
         """The blocks of a unit that an update changes."""
         unit = update.unit
         bounds, first = self._plan.units[unit.index].bounds, self._store.shards.updated(unit.spec).start
-        spans = {(segment.start - first, segment.stop - first) for _, segments in update.pieces for segment in segments}
+        spans = {(segment.start - first, segment.stop - first) for segment in update.segments}
         if update.extents.moved or (0, bounds[-1][1] if bounds else 0) in spans:
             return range(len(bounds))
         return [
@@ -219,6 +231,13 @@ class UpdateStream:
             self._do[action.do](action.about)
             return
         update: RunningUpdate = action.about
+        if action.do is Do.STALL:
+            assert action.error is not None
+            if update.stalled is None or self.gives_up:
+                self._tell(self._stream.give_up, update)
+            else:
+                update.stalled(action.error)
+            return
         weights_on_ssd = self._store.run(update.unit.index, WEIGHT) is not None
         if action.do is Do.USED:
             update.used()
@@ -247,8 +266,6 @@ class UpdateStream:
         try:
             handles.extend(submitted)
         except BaseException as error:  # it ends after all that was submitted
-            if may_be_of_signal(error):
-                raise
             handles.append(Handle())
             handles[-1].finish(error)
         all_of(handles).then(partial(self._tell, ended, block))
@@ -288,9 +305,10 @@ class Updater:
         update: RunningUpdate = block.update
         start, stop = self._plan.units[block.unit].bounds[block.index]
         origin = self._store.shards.updated(update.unit.spec).start
-        pieces = _within(update.pieces, origin + start, origin + stop)
+        first, last = origin + start, origin + stop
+        segments = [each.within(first, last) for each in update.segments if each.start < last and each.stop > first]
         slot = None if block.slot is None else self._store.slots[block.slot]
-        yield self._compute(BlockUpdate(update, start, stop, pieces, self._parts_of(block), slot, block.place))
+        yield self._compute(BlockUpdate(update, start, stop, segments, self._parts_of(block), slot, block.place))
 
     def writes(self, block: Block) -> Iterator[Handle]:
         """Submit the writes of a block's states on SSD from its slot."""
@@ -350,18 +368,17 @@ class Updater:
     def _apply_all(
         self,
         block: BlockUpdate,
-        gradient_of: Callable[[UnitGradient], torch.Tensor],
+        gradient: Callable[[], torch.Tensor],
         old: Tensors,
         new: Tensors,
         work: torch.Tensor | None,
     ) -> None:
-        """Apply all gradients of a block to its `old` states. Afterwards, `new` has what they change; both may be the
-        same. `gradient_of` returns the block's part of a gradient, which is valid until the next call."""
-        for record, segments in block.pieces:
-            gradient = gradient_of(record)
-            for segment in segments:
-                self._apply(block, segment, gradient, old, new, work)
-            old = new
+        """Apply the gradient of a block, which `gradient` returns, to its `old` states. Afterwards, `new` has what it
+        changes; both may be the same."""
+        part = gradient() if block.segments else None
+        for segment in block.segments:
+            assert part is not None
+            self._apply(block, segment, part, old, new, work)
 
     def _apply(
         self,
@@ -377,18 +394,7 @@ class Updater:
         raise NotImplementedError
 
 
-def _non_finite(pieces: Pieces) -> NonFiniteGradientError | None:
-    """The error for the first gradient that is NaN or infinite, if there is one."""
-    for record, _ in pieces:
-        if (bad := record.non_finite()) is not None:
-            return non_finite_error(record.unit.name(bad[1]))
-    return None
-
-
-def _within(pieces: Pieces, first: int, last: int) -> Pieces:
-    """What of the pieces of an update lies in elements [first, last) of its unit."""
-    cut = [
-        (record, [each.within(first, last) for each in segments if each.start < last and each.stop > first])
-        for record, segments in pieces
-    ]
-    return [(record, segments) for record, segments in cut if segments]
+def _non_finite(gradient: UnitGradient) -> NonFiniteGradientError | None:
+    """The error for a gradient that is NaN or infinite."""
+    bad = gradient.non_finite()
+    return None if bad is None else non_finite_error(gradient.unit.name(bad[1]))

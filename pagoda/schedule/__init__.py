@@ -17,15 +17,15 @@ only the parts before it:
     order.py        when each unit is used next, by the trace of earlier steps and by routers of experts
     gradients.py    where gradients wait for their update: OFFLOAD, SPILL, RELOAD
     versions.py     which version of its weights each unit has, and which one compute needs
-    leases.py       which weights compute can read: FETCH, RECLAIM
+    leases.py       which weights compute can read: FETCH, EVICT, OUTDATE
     checkpoints.py  which states a checkpoint reads next, and which old states are kept for it: SAVE
-    updates.py      which update runs next, and which version it makes: UPDATE, KEEP, UNDO, SHARE, READ_AHEAD
-    turns.py        after which steps asynchronous updates run, and which steps see them: PUBLISH
+    updates.py      which update runs next, and which version it makes: ASK, UPDATE, KEEP, UNDO, SHARE, READ_AHEAD
+    lateness.py     which steps see asynchronous updates: PUBLISH
 
 `records.py` has what they know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It passes
 each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now ("pump").
 State changes only in events. Whether a tensor still refers to a lease is known only to the executor, so an operation
-(RECLAIM) asks for it.
+(EVICT, OUTDATE, ASK) asks for it.
 
 These rules hold for any order of events. `tests/worlds` tests them:
 

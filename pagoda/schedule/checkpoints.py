@@ -97,12 +97,12 @@ class Checkpoint:
             heappush(self._next, (-use if self._plan.during_backward else use, unit))
         return lacked and not self._behind
 
-    def refused(self, unit: int, steps: int, kept: bool) -> None:
-        """An update has left a unit's states unchanged and has not applied the gradients of `steps` steps. `kept`: it
-        was going to copy the states to the reserve, but has not."""
+    def refused(self, unit: int, kept: bool) -> None:
+        """An update has left a unit's states unchanged. `kept`: it was going to copy them to the reserve, but has
+        not."""
         of_unit, version = self._units[unit], self._versions.of[unit].newest
         if of_unit.version is not None and of_unit.version > version:
-            of_unit.version -= steps
+            of_unit.version -= 1
         if kept and not of_unit.copied:
             self._give_back(unit)
 

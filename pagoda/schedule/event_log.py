@@ -95,9 +95,9 @@ def replay(path: Path) -> int:
 def _describe(operation: Operation) -> list[Any]:
     """All fields of an operation as JSON, except `about` and `delivery`."""
     run = None if operation.run is None else [operation.run.start, operation.run.count]
-    steps = list(operation.steps)
+    step = None if operation.gradient is None else operation.gradient.step
     flags = [operation.undoable, operation.undoing is not None]
-    return [operation.kind, operation.unit, run, operation.version, steps, operation.home, *flags]
+    return [operation.kind, operation.unit, run, operation.version, step, operation.home, *flags]
 
 
 def _decode(operations: Sequence[Operation], encoded: dict[str, Any]) -> Any:

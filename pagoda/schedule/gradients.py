@@ -47,6 +47,8 @@ class Gradients:
         """Records of which a SPILL is under way."""
         self.spilling_fails = False
         """Whether a SPILL has failed since compute last made a gradient or was told. Until then, none is tried."""
+        self._unread: dict[GradientRecord, None] = {}
+        """Records of which a RELOAD has failed. None is tried again before compute was told."""
         self.changes = False
         """Whether something has happened since the last pump that may give a buffer to a record. If not, no pump is
         needed."""
@@ -79,8 +81,8 @@ class Gradients:
         self._deliver(record, delivery)
 
     def moved(self, kind: Kind, record: GradientRecord, failed: bool) -> None:
-        """An OFFLOAD, SPILL or RELOAD has ended. A failed SPILL loses nothing, because the buffer still has the
-        gradient. If another one failed, the gradient is lost."""
+        """An OFFLOAD, SPILL or RELOAD has ended. If a SPILL failed, the buffer still has the gradient; if a RELOAD did,
+        SSD has. If an OFFLOAD failed, the gradient is lost."""
         if kind is Kind.OFFLOAD:
             record.arriving -= 1
         else:
@@ -89,6 +91,9 @@ class Gradients:
             del self._spilled[record]
             record.clean = record.clean and not failed
             self.spilling_fails = self.spilling_fails or failed
+        elif kind is Kind.RELOAD and failed:
+            self._unread[record] = None
+            self._free(record)
         else:
             record.lost = record.lost or failed
         self._changed(record)
@@ -97,9 +102,13 @@ class Gradients:
         if record.complete and record.arrived:
             self._spill(record)  # it waits for `step()`
 
-    def spill_again(self) -> None:
-        """Compute was told that a SPILL has failed."""
+    def try_again(self) -> None:
+        """Compute was told that a SPILL or RELOAD has failed."""
         self.spilling_fails = False
+        unread, self._unread = self._unread, {}
+        for record in unread:
+            record.wanted = True
+            self._wait(record)
         self.changes = True
 
     def use(self, record: GradientRecord) -> None:
@@ -128,6 +137,7 @@ class Gradients:
     def drop(self, record: GradientRecord) -> None:
         """Drop a gradient that is no longer needed."""
         self._waiting.pop(record, None)
+        self._unread.pop(record, None)
         record.made, record.dropped = [], True
         self._changed(record)
 
@@ -143,7 +153,7 @@ class Gradients:
 
     def usable(self, record: GradientRecord) -> bool:
         """Whether an update can read a gradient now. If not, it is brought to RAM."""
-        if record.lacks_buffer:
+        if record.lacks_buffer and record not in self._unread:
             record.wanted = True
             self._wait(record)
         return not (record.lacks_buffer or record.transferring)
@@ -193,7 +203,7 @@ class Gradients:
 
     def _begin(self, kind: Kind, record: GradientRecord, delivery: Any = None) -> None:
         home = record.home or 0
-        self._issue(Operation(kind, record.unit, record.run, gradients=(record,), home=home, delivery=delivery))
+        self._issue(Operation(kind, record.unit, record.run, gradient=record, home=home, delivery=delivery))
 
     def _has_buffer(self, record: GradientRecord) -> bool:
         """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""

@@ -10,7 +10,7 @@ A lease is filled, ends when it is evicted or its weights change, and is reclaim
 before it is filled, it is reclaimed once its fetch has ended.
 
 A graph that will run backward, or a tensor of the user, may still refer to the frames of an ended lease. Only the
-executor knows, so RECLAIM asks it. If something still refers to the frames, `let_go` comes when nothing does.
+executor knows, so EVICT or OUTDATE asks it. If something still refers to the frames, `let_go` comes when nothing does.
 
 If several ranks must fetch alike (`plan.ranks_fetch_alike`), no decision here depends on when an operation ends.
 Fetches start only in compute's events, before the UPDATE or UNDO that they wait for has ended, and a lease may make
@@ -144,7 +144,7 @@ class Leases:
         self.changes = True
         """Whether an event since the last pump may let a fetch start."""
         self._reclaiming = 0
-        """The number of RECLAIM operations without an answer."""
+        """The number of EVICT and OUTDATE operations without an answer."""
         self._filling = 0
         """The number of FETCH operations that have not ended."""
         self._fetching: list[list[int]] = [[] for _ in plan.units]
@@ -188,7 +188,7 @@ class Leases:
         lease.filled = True
         if self._plan.ranks_fetch_alike:
             return
-        if lease.over:
+        if lease.over is not None:
             self._reclaim(lease)
         else:
             self._note_idle(lease.unit)
@@ -198,14 +198,14 @@ class Leases:
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
-        if failed and not lease.over:
+        if failed and lease.over is None:
             lease.filled = True
             self._end(lease, again=False)
         else:
             self.issued(lease)
 
     def reclaimed(self, lease: Lease, freed: bool) -> None:
-        """The answer to RECLAIM: whether the frames of a lease are free. If not, something still refers to them."""
+        """The answer to EVICT or OUTDATE: whether the frames of a lease are free, because nothing refers to them."""
         self._reclaiming -= 1
         self.changes = True
         if freed:
@@ -255,7 +255,7 @@ class Leases:
     def in_use(self, unit: int) -> bool:
         """Whether compute uses a unit, or a FETCH or another rank reads what the unit's next update overwrites. An
         update overwrites the newest weights in their home. An asynchronous one overwrites the weights before them."""
-        asynchronous = self._plan.max_staleness is not None
+        asynchronous = self._plan.asynchronous
         overwritten = self._versions.of[unit].newest - asynchronous
         read = any(version <= overwritten for version in self._fetching[unit])
         return self.uses(unit) or read or (self._others_read[unit] > 0 and not asynchronous)
@@ -366,7 +366,7 @@ class Leases:
         for slab, time in tried:
             self._idle_slabs.put(slab, time)
         for run in victims or ():
-            self._end(self._owner[run.start])
+            self._end(self._owner[run.start], by=Kind.EVICT)
 
     def _victims(self, slab: int, count: int, needed_at: float) -> list[PageRun] | None:
         """The leases of a slab to end, so that `count` adjacent frames are free. None if other leases are between
@@ -408,7 +408,7 @@ class Leases:
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease may end to make room for another."""
-        settled = not lease.over and (lease.filled or self._plan.ranks_fetch_alike)
+        settled = lease.over is None and (lease.filled or self._plan.ranks_fetch_alike)
         return settled and not self._users[lease.unit] and lease.unit != self._last_used
 
     def _turn_to(self, unit: int) -> None:
@@ -432,10 +432,10 @@ class Leases:
             self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
             self._no_room.pop(slab, None)
 
-    def _end(self, lease: Lease, again: bool = True) -> None:
+    def _end(self, lease: Lease, by: Kind = Kind.OUTDATE, again: bool = True) -> None:
         """End a lease. If `again`, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
-        lease.over = True
+        lease.over = by
         if again:
             self._note_missing(lease.unit)
         if lease.filled or self._plan.ranks_fetch_alike:
@@ -443,4 +443,4 @@ class Leases:
 
     def _reclaim(self, lease: Lease) -> None:
         self._reclaiming += 1
-        self._issue(Operation(Kind.RECLAIM, lease.unit, lease.run, lease.version, about=lease))
+        self._issue(Operation(lease.over, lease.unit, lease.run, lease.version, about=lease))

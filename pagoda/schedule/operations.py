@@ -19,10 +19,14 @@ class Kind(StrEnum):
 
     FETCH = "fetch"
     """Copy a unit's weights from their home into the frames of a lease."""
-    RECLAIM = "reclaim"
-    """Ask whether anything still refers to some weights. These are the weights in an ended lease, whose frames are free
-    if nothing does, or the weights that an update before `step()` would change. The answer is `reclaimed(freed=...)`.
-    """
+    EVICT = "evict"
+    """Free the frames of a lease that ended because other weights need them, if nothing refers to them any more. The
+    answer is `reclaimed(freed=...)`."""
+    OUTDATE = "outdate"
+    """The same for a lease that ended because its weights change, or could not be fetched."""
+    ASK = "ask"
+    """Ask whether anything refers to the weights that an update before `step()` would change. The answer is
+    `reclaimed(freed=...)`."""
     OFFLOAD = "offload"
     """Copy the gradient that autograd has just made to the unit's gradient buffer, or add it there."""
     SPILL = "spill"
@@ -33,9 +37,8 @@ class Kind(StrEnum):
     """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order. If it
     keeps the old states, it reports `old_states_kept` before these."""
     PUBLISH = "publish"
-    """Make compute read another extent of a unit's weights from now on, which an UPDATE writes or has written. Only
-    asynchronous updates need it. If a drain comes in the middle of a step, the extent stays the same. It is not
-    reported."""
+    """Make compute read the other extent of a unit's weights from now on, which an UPDATE writes or has written. Only
+    asynchronous updates need it. It is not reported."""
     KEEP = "keep"
     """An update before `step()` is final from now on. If it was speculative, its new states replace the old ones. It is
     not reported."""
@@ -52,11 +55,18 @@ class Kind(StrEnum):
     """Read a unit's states for a checkpoint."""
 
 
+QUESTIONS = frozenset({Kind.EVICT, Kind.OUTDATE, Kind.ASK})
+"""Operations that are answered (`reclaimed`)."""
+NOT_REPORTED = frozenset({Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD})
+"""Operations whose end is not reported."""
+
+
 @dataclass(eq=False, slots=True)
 class Operation:
     """One piece of work on one unit.
 
-    Each operation is reported once, as ended or failed. An UPDATE may be refused instead, a RECLAIM is answered, and
+    Each operation is reported once, as ended or failed. An UPDATE may be refused instead, EVICT, OUTDATE and
+    ASK are answered, and
     KEEP, PUBLISH and READ_AHEAD are not reported.
     """
 
@@ -67,9 +77,9 @@ class Operation:
     states that it keeps for a checkpoint. For a SAVE: where it reads the states, if not in their home."""
     version: int = 0
     """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
-    gradients: tuple[GradientRecord, ...] = ()
-    """The gradients that an UPDATE applies, oldest first, or the gradient that an OFFLOAD, SPILL or RELOAD moves. For a
-    FETCH or PUBLISH of a future version, if ranks must agree: the gradient whose update it waits for."""
+    gradient: GradientRecord | None = None
+    """The gradient that an UPDATE applies, or that an OFFLOAD, SPILL or RELOAD moves. For a FETCH of a future version,
+    if ranks must agree: the gradient whose update it waits for."""
     home: int = 0
     """Which of the unit's homes for gradients, if it has any. For an UPDATE or SHARE, which extent of the states it
     writes. For a PUBLISH, which extent of the weights is read."""
@@ -83,11 +93,6 @@ class Operation:
     about: Any = None
     """The lease or update of the operation. The executor keeps in `about.payload`, and in the `payload` of gradients,
     what it knows of them."""
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps of the gradients."""
-        return tuple(gradient.step for gradient in self.gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +139,8 @@ class SchedulePlan:
     """Room for old states that a checkpoint has not read yet."""
     during_backward: bool = False
     """Whether units are updated as soon as backward has finished with them, because nothing will be clipped."""
-    max_staleness: int | None = None
-    """The most steps that may be missing from the weights that a step reads. None: updates are synchronous."""
+    asynchronous: bool = False
+    """Whether the weights that a step reads lack the step before, so that its updates have a step's time to run."""
     ranks_fetch_alike: bool = False
     """Whether several ranks must fetch the same leases in the same order. Then only events of compute decide on
     fetches, and not the ends of operations."""
@@ -144,7 +149,7 @@ class SchedulePlan:
     def gradient_homes(self) -> int:
         """The number of homes for each unit's gradients, if they have homes. This number of steps' gradients may wait
         for updates."""
-        return 1 + (self.max_staleness or 0)
+        return 1 + self.asynchronous
 
 
 def schedule_plan(plan: Plan) -> SchedulePlan:
@@ -177,7 +182,7 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
         spills=GRAD in placement.lines.get(SSD, {}),
         reserve_pages=placement.pages(HOST, CHECKPOINT) - plan.layout.piece_pages,
         during_backward=plan.options.update_during_backward,
-        max_staleness=plan.options.max_staleness,
+        asynchronous=plan.options.asynchronous,
         ranks_fetch_alike=plan.ranks.count > 1,
     )
 

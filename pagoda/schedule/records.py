@@ -4,10 +4,9 @@ They are the only ones of their kind. `payload` holds what the executor knows of
 handle. The scheduler never reads a payload, and nobody else changes a record.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagoda.memory.page import PageRun
 
@@ -22,8 +21,8 @@ class Lease:
     version: int
     filled: bool = False
     """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
-    over: bool = False
-    """Whether the lease has ended, so that nothing new uses it."""
+    over: Any = None
+    """Once the lease has ended, so that nothing new uses it: the kind of the operation that frees its frames."""
     payload: Any = None
     """What the executor knows of the lease."""
 
@@ -57,7 +56,7 @@ class GradientRecord:
     wanted: bool = False
     """Whether an update or compute waits for the gradient to be in RAM."""
     lost: bool = False
-    """Whether a part of the gradient failed to arrive or to be read back. A lost gradient cannot be used."""
+    """Whether a part of the gradient failed to arrive. A lost gradient cannot be used."""
     dropped: bool = False
     """Whether the gradient is no longer needed. Its buffer is free once nothing moves it."""
     payload: Any = None
@@ -80,7 +79,7 @@ class GradientRecord:
 
 class UpdateState(Enum):
     ASKING = auto()
-    """The update is early. RECLAIM asks whether anything refers to the weights, or the answer was that something
+    """The update is early. ASK asks whether anything refers to the weights, or the answer was that something
     does."""
     QUEUED = auto()
     LOADING = auto()
@@ -94,12 +93,12 @@ class Update:
     """One update of a unit."""
 
     unit: int
-    records: list[GradientRecord]
+    record: GradientRecord
     speculative: bool = False
     """True until `step()` confirms the update."""
     state: UpdateState = UpdateState.QUEUED
     query: object = None
-    """The RECLAIM under way."""
+    """The ASK under way."""
     urgent: bool = False
     """Whether compute waits for the update."""
     keeps: PageRun | None = None
@@ -118,16 +117,6 @@ class Update:
     """What the executor knows of the update."""
 
 
-class Late(NamedTuple):
-    """How late the weights of the next step are, once every gradient is applied to the states. A checkpoint has it, so
-    that asynchronous updates go on from there."""
-
-    turn: int = 0
-    """The number of steps since the last drain."""
-    lags: Sequence[int] = ()
-    """By unit, `Weights.lag`. Empty if updates are not asynchronous."""
-
-
 @dataclass(eq=False, slots=True)
 class Weights:
     """The versions of one unit's weights."""
@@ -137,7 +126,7 @@ class Weights:
     due: int = 0
     """The number of steps that have requested an update."""
     lag: int = 0
-    """The number of these steps that accesses do not see yet. Not 0 only with asynchronous updates."""
+    """The number of these steps that accesses do not see yet: 0, or 1 with asynchronous updates."""
     update: Update | None = None
     """The update that is queued or under way."""
     asking: Update | None = None
@@ -148,12 +137,10 @@ class Weights:
     """Requested updates of which other ranks' parts have not arrived, oldest first."""
     later: list[Update] = field(default_factory=list)
     """Updates that wait for `update` to end."""
-    open: list[GradientRecord] = field(default_factory=list)
-    """Gradients that an asynchronous update will apply together with those of coming steps."""
-    closed: Update | None = None
-    """An asynchronous update that no PUBLISH has announced yet."""
+    unannounced: Update | None = None
+    """An asynchronous update that neither accesses nor other ranks wait for yet."""
     requested: GradientRecord | None = None
-    """The last gradient of the latest update that accesses see, or will see once it has ended."""
+    """The gradient of the latest update that accesses see, or will see once it has ended."""
     edition: int = 0
     """How often the weights that accesses read were changed, by updates or otherwise."""
     front: int = 0

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from pagoda.plan.trace import Access, Trace
 from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients
+from pagoda.schedule.lateness import Lateness
 from pagoda.schedule.leases import Leases
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.operations import NOT_REPORTED, Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
-from pagoda.schedule.records import GradientRecord, Late, Lease, Weights
+from pagoda.schedule.records import GradientRecord, Lease, Weights
 from pagoda.schedule.served import Found
-from pagoda.schedule.turns import Turns
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
@@ -43,19 +43,11 @@ class Scheduler:
         self.versions = Versions(plan)
         self.steps = 0
         """The number of steps that were taken, skipped or dropped."""
-        self.begin_anew(plan)
-
-    def begin_anew(self, plan: SchedulePlan) -> None:
-        """Forget all that was under way. States will be `restored`. Only steps and editions go on."""
         self._out: list[Operation] = []
         self._under_way = 0
         """The number of operations that have not been reported as over."""
         routed = frozenset(unit for unit, of in enumerate(plan.units) if of.routed)
         self.order = Order(plan.trace, len(plan.units), routed)
-        editions = [weights.edition for weights in self.versions.of]
-        self.versions = Versions(plan)
-        for weights, edition in zip(self.versions.of, editions, strict=True):
-            weights.edition = edition
         self.moved(plan)
 
     def moved(self, plan: SchedulePlan) -> None:
@@ -68,7 +60,7 @@ class Scheduler:
         self.updates = UpdateSchedule(
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
-        self.turns = Turns(plan, self.versions, self.leases, self.updates, self._issue)
+        self.lateness = Lateness(self.versions, self.leases, self.updates, self._issue)
 
     # --- events of compute ---
 
@@ -80,7 +72,7 @@ class Scheduler:
         self.updates.undo(unit)
         self.leases.access(unit)
         self._fetch(self.leases.expect(announced))
-        self.turns.step_begun |= recorded
+        self.lateness.step_begun |= recorded
         self.updates.wanted(unit)
         self._pump()
 
@@ -137,6 +129,7 @@ class Scheduler:
             self.updates.undo_all()
         for unit in (*changed, *unused):
             self.updates.undo(unit)
+        self.lateness.end_step()
         for record in self.gradients.take_all():
             if skipped or record.unit in unused:
                 self._drop(record)
@@ -145,7 +138,6 @@ class Scheduler:
         self.steps += 1
         retraced = self.order.end_step()
         self.updates.end_step(clipped or skipped)
-        self.turns.end_step()
         self.leases.end_step(retraced)
         self._pump()
 
@@ -161,9 +153,9 @@ class Scheduler:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
         Compute waits until `drained`. `show`: later steps see all updates, also asynchronous ones."""
         if draining and show:
-            self.turns.drain()
+            self.lateness.drain()
         elif draining:
-            self.turns.settle()
+            self.lateness.settle()
         self.updates.drain(draining)
         self._pump()
 
@@ -174,20 +166,20 @@ class Scheduler:
         self.leases.changed(unit)
         self._pump()
 
-    def restored(self, turn: int = 0, lags: Sequence[int] = ()) -> None:
-        """Every state has been replaced, possibly after an update has failed. Nothing is under way. `turn`, `lags`: how
-        late the weights are (`Late`)."""
+    def restored(self, lags: Sequence[int] = ()) -> None:
+        """Every state has been replaced, possibly after an update has failed. Nothing is under way. `lags`: by unit,
+        how far its weights lag, if any do."""
         self.updates.restored(lags)
         self.checkpoint.restored()
         for unit, weights in enumerate(self.versions.of):  # with the new edition, other ranks may read them
             weights.edition += 1
             self.leases.changed(unit)
-        self.turns.restored(turn)
+        self.lateness.restored()
         self._pump()
 
-    def spill_again(self) -> None:
-        """Compute was told that a SPILL has failed, so it is tried again."""
-        self.gradients.spill_again()
+    def try_again(self) -> None:
+        """Compute was told that a SPILL or RELOAD has failed, so it is tried again."""
+        self.gradients.try_again()
         self._pump(ranks_agree=False)
 
     def prepare_checkpoint(self) -> None:
@@ -253,10 +245,10 @@ class Scheduler:
     def failed(self, operation: Operation) -> None:
         """An operation has failed. The executor raises its error where it matters.
 
-        A failed FETCH, SPILL or SAVE loses nothing. A FETCH is retried as long as compute waits for it, and a SPILL
-        when compute next makes a gradient, or once it has been told (`spill_again`). After a failed OFFLOAD the step
-        must be dropped. A failed speculative UPDATE is undone. After any other failure, no state can be used until all
-        are `restored`.
+        A failed FETCH, SPILL, RELOAD or SAVE loses nothing. A FETCH is retried as long as compute waits for it, a SPILL
+        when compute next makes a gradient, and both SPILL and RELOAD once it has been told (`try_again`). After a
+        failed OFFLOAD the step must be dropped. A failed speculative UPDATE is undone. After any other failure, no
+        state can be used until all are `restored`.
         """
         if operation.kind is Kind.UPDATE:
             self.updates.update_failed(operation.about)
@@ -287,7 +279,7 @@ class Scheduler:
         self._pump(ranks_agree=False)
 
     def reclaimed(self, operation: Operation, freed: bool) -> None:
-        """The answer to RECLAIM. If something still refers to the weights, `let_go` follows when nothing does."""
+        """The answer to EVICT, OUTDATE or ASK. If something refers to the weights, `let_go` follows later."""
         if isinstance(operation.about, Lease):
             self.leases.reclaimed(operation.about, freed)
         else:
@@ -295,7 +287,7 @@ class Scheduler:
         self._over(ranks_agree=True)
 
     def let_go(self, operation: Operation) -> None:
-        """Nothing refers any more to the weights of a RECLAIM."""
+        """Nothing refers any more to the weights of such an operation."""
         if isinstance(operation.about, Lease):
             self.leases.free(operation.about)
         else:
@@ -372,11 +364,6 @@ class Scheduler:
         return self.checkpoint.lost or (self.spilling_fails and self.idle and self.checkpoint.left > 0)
 
     @property
-    def late(self) -> Late:
-        """How late the weights of the next step are, with asynchronous updates that have settled."""
-        return self.turns.late
-
-    @property
     def broken(self) -> bool:
         """Whether an update has failed. States are then damaged until all are `restored`."""
         return self.versions.failed
@@ -410,10 +397,10 @@ class Scheduler:
         elif operation.kind is Kind.SAVE:
             self.checkpoint.ended(operation.unit)
         else:
-            (record,) = operation.gradients
-            self.gradients.moved(operation.kind, record, failed)
-            if record.lost:
-                self.updates.lose(record)
+            assert operation.gradient is not None
+            self.gradients.moved(operation.kind, operation.gradient, failed)
+            if operation.gradient.lost:
+                self.updates.lose(operation.gradient)
         self.updates.retry(operation.unit)
 
     def _fetch(self, leases: Iterable[Lease]) -> None:
@@ -447,5 +434,5 @@ class Scheduler:
         self.leases.serve()
 
     def _issue(self, operation: Operation) -> None:
-        self._under_way += operation.kind not in (Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD)
+        self._under_way += operation.kind not in NOT_REPORTED
         self._out.append(operation)

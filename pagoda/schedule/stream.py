@@ -17,7 +17,10 @@ Rules:
 - While no update needs a slot, the blocks of the unit that will probably be updated next are read ahead. Reading ahead
   leaves `kept_free` slots, so that an update of the other updater never waits for what may be needed much later. The
   updater's own next update uses what was read ahead, or drops it.
-- After an error, no further block of its update begins. The update is over once the blocks under way are.
+- A READ or WRITE of an update that fails is tried again on `retry`, because the states before and after it are still
+  there: on SSD, and in the slot. Until then, no further block of its update begins.
+- After another error, or once its failed transfers are given up, no further block of an update begins. The update is
+  over once the blocks under way are.
 
 This file has neither threads nor tensors nor a clock: events come in, actions (`take`) come out. `runtime/updates.py`
 carries them out, and `simulate/updates.py` those of the simulator.
@@ -45,6 +48,8 @@ class Do(Enum):
     """Update a block, then report `has_updated`."""
     WRITE = auto()
     """Write a block's states from its slot, then report `has_written`."""
+    STALL = auto()
+    """Each block of an update that is under way waits for `retry` or `give_up`, because a READ or WRITE has failed."""
     USED = auto()
     """An update has read its gradients. If no states are streamed, it has written them too."""
     END = auto()
@@ -96,8 +101,10 @@ class Flow:
     is_used: bool = False
     is_over: bool = False
     """Whether USED and END have been said."""
+    stalled: BaseException | None = None
+    """The first error of its transfers that will be tried again."""
     error: BaseException | None = None
-    """The first error."""
+    """The first error that ends it."""
 
     @property
     def has_more(self) -> bool:
@@ -118,9 +125,9 @@ class Action(NamedTuple):
 
     do: Do
     about: Any
-    """A Block for READ, UPDATE and WRITE. For USED and END, the update that was asked for."""
+    """A Block for READ, UPDATE and WRITE. Otherwise the update that was asked for."""
     error: BaseException | None = None
-    """For USED and END: the first error of the update."""
+    """For STALL: the error of the transfer. For USED and END: the first error that has ended the update."""
 
 
 class _Updater:
@@ -140,7 +147,7 @@ class _Updater:
 
     def first(self, streamed: bool) -> Flow | None:
         """The first update with blocks that have not begun, among those that are streamed, or that are not."""
-        return next((flow for flow in self.flows if flow.blocks.streamed is streamed), None)
+        return next((flow for flow in self.flows if flow.blocks.streamed is streamed and flow.stalled is None), None)
 
 
 class Stream:
@@ -159,6 +166,8 @@ class Stream:
         """Number of blocks that are being read."""
         self._open = 0
         """Number of updates that were asked for and are not over."""
+        self._stalled: dict[Flow, list[tuple[Do, Block]]] = {}
+        """The transfers of each update that have failed and will be tried again."""
         self._actions: list[Action] = []
 
     def take(self) -> list[Action]:
@@ -203,6 +212,23 @@ class Stream:
             self._drop_ahead(updater)
         self._go_on()
 
+    def retry(self) -> None:
+        """Try failed transfers again."""
+        stalled, self._stalled = self._stalled, {}
+        for flow, transfers in stalled.items():
+            flow.stalled = None
+            for do, block in transfers:
+                self._reading += do is Do.READ
+                self._act(do, block)
+        self._go_on()
+
+    def give_up(self, update: Any = None) -> None:
+        """Try failed transfers of an update, or of all updates, not again. They end their updates."""
+        for flow in [*self._stalled]:
+            if update is None or flow.update is update:
+                self._fail(flow, flow.stalled)
+        self._go_on()
+
     def refuse(self, error: BaseException) -> None:
         """End every update of which no block has begun with an error."""
         for updater in self._updaters:
@@ -222,9 +248,10 @@ class Stream:
         elif flow.update is None and error is not None:  # the update will read it again
             self._drop_ahead(self._updaters[flow.blocks.updater])
             self._free.append(_slot_of(block))
-        elif error is not None or flow.error is not None:
-            self._fail(flow, error)
+        elif flow.error is not None:
             self._over(block, flow)
+        elif error is not None:
+            self._stall(Do.READ, block, error)
         elif flow.update is None:
             block.is_read = True
         else:
@@ -252,9 +279,10 @@ class Stream:
     def has_written(self, block: Block, error: BaseException | None) -> None:
         """A block's WRITE has ended."""
         assert block.flow is not None
-        if error is not None:
-            self._fail(block.flow, error)
-        self._over(block, block.flow)
+        if error is not None and block.flow.error is None:
+            self._stall(Do.WRITE, block, error)
+        else:
+            self._over(block, block.flow)
         self._go_on()
 
     # --- decisions ---
@@ -353,6 +381,7 @@ class Stream:
             self._free.append(block.slot)
         if flow.blocks.after:
             flow.written.add(block.index)
+        self._note_stalled(flow)
         self._end_if_over(flow)
 
     def _fail(self, flow: Flow, error: BaseException | None) -> None:
@@ -365,7 +394,21 @@ class Stream:
         for block in [block for block in updater.waiting if block.flow is flow]:
             updater.waiting.remove(block)
             self._over(block, flow)
+        for _, block in self._stalled.pop(flow, ()):
+            self._over(block, flow)
         self._end_if_over(flow)
+
+    def _stall(self, do: Do, block: Block, error: BaseException) -> None:
+        flow = block.flow
+        assert flow is not None
+        flow.stalled = flow.stalled or error
+        self._stalled.setdefault(flow, []).append((do, block))
+        self._note_stalled(flow)
+
+    def _note_stalled(self, flow: Flow) -> None:
+        """Say so once nothing else of a stalled update is under way."""
+        if len(self._stalled.get(flow, ())) == len(flow.begun) > 0:
+            self._act(Do.STALL, flow.update, flow.stalled)
 
     def _forget(self, flow: Flow) -> None:
         """A flow has no block that has not begun."""

@@ -12,8 +12,8 @@ so that an UNDO can restore them; the plan has room for that. Ranks may speculat
 affects only what this rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows
 once the update is confirmed.
 
-An asynchronous update does not overwrite the weights that accesses read. It writes a second extent. `turns.py` starts
-it.
+An asynchronous update does not overwrite the weights that accesses read. It writes a second extent. `lateness.py`
+shows it.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,6 @@ class UpdateSchedule:
     _issue: Callable[[Operation], None]
 
     def __post_init__(self) -> None:
-        self._asynchronous = self._plan.max_staleness is not None
         self._queues: tuple[list[tuple[float, int, Update]], ...] = ([], [])
         """By updater: heaps of (urgency, sequence, update). An update may have several entries. Its state says whether
         they count."""
@@ -83,12 +82,12 @@ class UpdateSchedule:
         weights = self._versions.of[record.unit]
         weights.asking = None
         weights.due += 1
-        if self._asynchronous:
-            weights.lag += 1
-            weights.open.append(record)
-            return
-        update = Update(record.unit, [record], extent=weights.extent)
-        self._show(update)
+        update = Update(record.unit, record, extent=weights.extent)
+        if self._plan.asynchronous:
+            weights.lag, weights.unannounced = 1, update
+            update.extent = 1 - weights.front
+        else:
+            self._show(update)
         self.queue(update)
 
     def queue(self, update: Update) -> None:
@@ -113,15 +112,14 @@ class UpdateSchedule:
         self.times_kept += 1
         update.speculative = False
         weights.due += 1
-        (record,) = update.records
         if update.state is UpdateState.RUNNING:
             weights.front = weights.extent = update.extent
-            self._issue(Operation(Kind.KEEP, unit, gradients=(record,), about=update))
+            self._issue(Operation(Kind.KEEP, unit, gradient=update.record, about=update))
         else:
             update.extent = weights.extent
         self._show(update)
         if update.has_read:
-            self._gradients.drop(record)
+            self._gradients.drop(update.record)
         self.retry(unit)
         self._leases.changes = True
         return True
@@ -133,7 +131,7 @@ class UpdateSchedule:
     def _show(self, update: Update) -> None:
         """From now on, accesses see an update, and wait for it."""
         weights = self._versions.of[update.unit]
-        weights.requested = update.records[-1]
+        weights.requested = update.record
         weights.edition += 1
         self._leases.changed(update.unit)
         self.share(update)
@@ -145,8 +143,7 @@ class UpdateSchedule:
         if self._plan.units[unit].shared:
             weights.sharing.append(update)
             self._pending += 1
-            version, gradients = weights.due - len(weights.open), (update.records[-1],)
-            self._issue(Operation(Kind.SHARE, unit, None, version, gradients, update.extent, about=update))
+            self._issue(Operation(Kind.SHARE, unit, None, weights.due, update.record, update.extent, about=update))
 
     # --- early updates ---
 
@@ -159,7 +156,7 @@ class UpdateSchedule:
         if weights.asking is not None or (speculative and weights.update is not None):
             return  # earlier requests come first
         extent = 1 - weights.extent if speculative else weights.extent
-        weights.asking = Update(record.unit, [record], speculative, UpdateState.ASKING, extent=extent)
+        weights.asking = Update(record.unit, record, speculative, UpdateState.ASKING, extent=extent)
         if speculative:
             weights.guess = weights.asking
         self._ask(weights.asking)
@@ -171,21 +168,20 @@ class UpdateSchedule:
             self._ask(asking)
 
     def answered(self, asked: Operation, free: bool) -> None:
-        """The answer to the RECLAIM of an early update. If something uses the weights, `ask_again` is called later."""
+        """The answer to the ASK of an early update. If something uses the weights, `ask_again` is called later."""
         update: Update = asked.about
         weights = self._versions.of[asked.unit]
         if weights.asking is not update or update.query is not asked:
             return
         update.query = None
-        if not free or self._leases.uses(asked.unit) or any(record.lost for record in update.records):
+        if not free or self._leases.uses(asked.unit) or update.record.lost:
             return
         if update.speculative:
             weights.asking = None
             self.queue(update)
         else:
-            (record,) = update.records
-            self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))
-            self.request(record)
+            self._issue(Operation(Kind.KEEP, asked.unit, gradient=update.record))
+            self.request(update.record)
             self._gradients.take(asked.unit)
 
     def call_off_early(self, unit: int) -> None:
@@ -209,8 +205,7 @@ class UpdateSchedule:
         if update.state in (UpdateState.QUEUED, UpdateState.LOADING):
             if update.admitted:
                 self._release(update)
-                for record in update.records:
-                    self._gradients.used(record, last=False)
+                self._gradients.used(update.record, last=False)
             self._over(update)
         elif weights.update is not update:  # it has ended
             weights.update = update
@@ -226,14 +221,14 @@ class UpdateSchedule:
         """An UNDO has ended: the states are the same as before the update."""
         weights = self._versions.of[update.unit]
         if update.has_written:
-            weights.newest -= len(update.records)
+            weights.newest -= 1
         self._over(update)
 
     def lose(self, record: GradientRecord) -> None:
         """A gradient was lost. If its update is final, no state can be used until all are restored."""
         weights = self._versions.of[record.unit]
         for update in filter(None, (weights.update, *weights.later)):
-            if record in update.records and not update.speculative:
+            if record is update.record and not update.speculative:
                 self._versions.failed = True
 
     def _may_speculate(self, unit: int) -> bool:
@@ -243,7 +238,7 @@ class UpdateSchedule:
         return self._plan.units[unit].speculated and self._calm >= CALM_STEPS and not stopped
 
     def _ask(self, update: Update) -> None:
-        update.query = Operation(Kind.RECLAIM, update.unit, about=update)
+        update.query = Operation(Kind.ASK, update.unit, about=update)
         self._issue(update.query)
 
     def _begin_undo(self, update: Update) -> None:
@@ -260,14 +255,13 @@ class UpdateSchedule:
     def gradient_used(self, update: Update) -> None:
         """An update has read its gradient for the last time."""
         update.has_read = True
-        for record in update.records:
-            self._gradients.used(record, last=not update.speculative)
+        self._gradients.used(update.record, last=not update.speculative)
 
     def weights_written(self, update: Update) -> None:
         """An update has written the new weights."""
         update.has_written = True
         weights = self._versions.of[update.unit]
-        weights.newest += len(update.records)
+        weights.newest += 1
         if not update.speculative:
             weights.extent = update.extent
         self._leases.changes = True
@@ -301,7 +295,7 @@ class UpdateSchedule:
 
     def refused(self, update: Update) -> None:
         """An update has found a gradient that is not finite, and has changed nothing."""
-        unit, steps = update.unit, len(update.records)
+        unit = update.unit
         self._release(update)
         self.gradient_used(update)
         if update.speculative:
@@ -309,8 +303,8 @@ class UpdateSchedule:
             self._calm = 0
             self._over(update)
             return
-        self._versions.of[unit].due -= steps
-        self._checkpoint.refused(unit, steps, kept=update.keeps is not None)
+        self._versions.of[unit].due -= 1
+        self._checkpoint.refused(unit, kept=update.keeps is not None)
         self._finish(update)
 
     # --- waiting for updates ---
@@ -340,10 +334,8 @@ class UpdateSchedule:
     def restored(self, lags: Sequence[int]) -> None:
         """Every state has been replaced, whatever happened to updates. Nothing is under way."""
         for weights in self._versions.of:
-            asked = [record for update in weights.later for record in update.records]
-            of_unit = [] if weights.update is None else weights.update.records
-            for record in (*of_unit, *asked, *weights.open):
-                self._gradients.used(record, last=True)
+            for update in filter(None, (weights.update, *weights.later)):
+                self._gradients.used(update.record, last=True)
         self._versions.restored(lags)
         for queue in self._queues:
             queue.clear()
@@ -384,7 +376,7 @@ class UpdateSchedule:
         forward waits for all of the unit's states.
         """
         unit = self._after.get(self._before, -1)
-        if unit in (-1, self._ahead) or self._asynchronous or not self._may_read_ahead or self._versions.failed:
+        if unit in (-1, self._ahead) or self._plan.asynchronous or not self._may_read_ahead or self._versions.failed:
             return
         weights = self._versions.of[unit]
         if self._plan.units[unit].streamed and weights.update is None and weights.guess is None:
@@ -407,8 +399,7 @@ class UpdateSchedule:
         update.state = UpdateState.LOADING
         update.admitted = True
         self._admitted[self._plan.units[unit].updater] += 1
-        for record in update.records:
-            self._gradients.use(record)
+        self._gradients.use(update.record)
         self._start(update)
 
     def _must_wait(self, update: Update) -> bool:
@@ -418,7 +409,7 @@ class UpdateSchedule:
             return True
         if any(other is not update for other in self._versions.of[unit].sharing):
             return True
-        if not all(record.arrived for record in update.records):
+        if not update.record.arrived:
             return True
         if self._checkpoint.holds_back(unit):
             return True
@@ -428,12 +419,11 @@ class UpdateSchedule:
         """Run an update once its gradient is in RAM."""
         if self._versions.failed:
             return
-        if any(record.lost for record in update.records):
+        if update.record.lost:
             self.undo(update.unit)  # it is speculative, else everything has failed with the gradient
             return
-        if False in [self._gradients.usable(record) for record in update.records]:
+        if not self._gradients.usable(update.record):
             return
-        gradients = tuple(update.records)
         if self._checkpoint.would_lose(update.unit):
             # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
             update.keeps = self._checkpoint.keep(update.unit)
@@ -444,9 +434,11 @@ class UpdateSchedule:
         if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
-        version, undoable = self._versions.of[update.unit].newest + len(gradients), update.speculative
+        version, undoable = self._versions.of[update.unit].newest + 1, update.speculative
         self._issue(
-            Operation(Kind.UPDATE, update.unit, update.keeps, version, gradients, update.extent, undoable, about=update)
+            Operation(
+                Kind.UPDATE, update.unit, update.keeps, version, update.record, update.extent, undoable, about=update
+            )
         )
 
     def _release(self, update: Update) -> None:

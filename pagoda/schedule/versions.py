@@ -19,14 +19,19 @@ class Versions:
         self.restored()
 
     def restored(self, lags: Sequence[int] = ()) -> None:
-        """Every state has been replaced, in all extents. Where weights lag, accesses read the extent without the newest
-        values."""
+        """Every state has been replaced, in all extents. `lags`: by unit, how far its weights lag, if any do. Accesses
+        of these read the extent without the newest values."""
         for unit, before in enumerate(self.of):
             lag = lags[unit] if lags else 0
             front = 1 - before.extent if lag else before.front
             self.of[unit] = Weights(lag, lag, lag, front=front, extent=before.extent, edition=before.edition)
         self.failed = False
         """Whether an update has failed. States are then damaged until all are `restored`."""
+
+    @property
+    def lags(self) -> list[int]:
+        """By unit, how far its weights lag."""
+        return [weights.lag for weights in self.of]
 
     def readable(self, unit: int) -> int | None:
         """The version of a unit's weights that can be read now. None if an operation must end first."""
@@ -38,21 +43,20 @@ class Versions:
         depend on whether the update has ended, because the FETCH waits for that."""
         return self.of[unit].version if self._plan.ranks_fetch_alike else self.readable(unit)
 
-    def awaited(self, unit: int, version: int) -> tuple[GradientRecord, ...]:
+    def awaited(self, unit: int, version: int) -> GradientRecord | None:
         """The gradient whose update a FETCH of this version must wait for, if ranks must agree and the update, or other
-        ranks' parts of it, have not ended. Otherwise empty."""
+        ranks' parts of it, have not ended. Otherwise None."""
         weights = self.of[unit]
         missing = version - weights.newest
         guess = weights.guess
         if guess is not None and guess.withdrawn and guess.has_written:  # `newest` includes it until it is undone
-            missing += len(guess.records)
+            missing += 1
         if missing == 0 and weights.sharing:
-            return (weights.sharing[-1].records[-1],)
+            return weights.sharing[-1].record
         if not self._plan.ranks_fetch_alike or missing <= 0 or weights.update is None:
-            return ()
+            return None
         begun = [] if weights.update.has_written or weights.update is guess else [weights.update]
-        records = [record for update in (*begun, *weights.later) for record in update.records]
-        return (records[missing - 1],)
+        return [*begun, *weights.later][missing - 1].record
 
     def undoing(self, unit: int) -> Update | None:
         """The speculative update of a unit that is being undone or will be."""

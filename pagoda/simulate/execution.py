@@ -8,7 +8,7 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import traffic_of
-from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.operations import QUESTIONS, Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.waits import InFlight
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
@@ -34,14 +34,8 @@ class Execution:
         self._chains = cache(self._chains_of)
         reports = self._gradient_used, self._weights_written, self._ended
         self._updates = SimulatedUpdates(plan, traffic, lanes, rates, *reports)
-        self._written = [0] * len(plan.units)
-        """Version of what this rank updates of the weights in each unit's home."""
-        self._versions = [0] * len(plan.units)
-        """Version of all weights in each unit's home."""
         self._early: dict[int, list[Operation]] = {}
         """unit -> operations that wait until their version is there: SHARE, and FETCH if ranks must fetch alike."""
-        self._stored: dict[int, int] = {}
-        """unit -> the step of its latest OFFLOAD. Further gradients of that step are added to the first."""
         self.offloads = InFlight[Task]()
         """Gradients on their way from autograd."""
         self.in_use: list[tuple[float, tuple[int, int]]] = [(0.0, (0, 0))]
@@ -59,15 +53,13 @@ class Execution:
 
     def _begin(self, operation: Operation) -> None:
         kind, unit = operation.kind, operation.unit
-        if kind is Kind.RECLAIM:
+        if kind in QUESTIONS:
             self._scheduler.reclaimed(operation, freed=True)
         elif kind is Kind.UPDATE:
             self._updates.update(operation)
         elif kind is Kind.READ_AHEAD:
             self._updates.read_ahead(operation)
-        elif (kind is Kind.FETCH and operation.version > self._versions[unit]) or (
-            kind is Kind.SHARE and operation.version > self._written[unit]
-        ):
+        elif self._is_early(operation):
             self._early.setdefault(unit, []).append(operation)
         elif kind is Kind.SHARE:
             self._lanes.when_ended(self._updates.share(unit), partial(self._ended, operation))
@@ -75,6 +67,13 @@ class Execution:
             self._give(operation, chains)
         elif kind not in (Kind.KEEP, Kind.PUBLISH):
             self._scheduler.ended(operation)
+
+    def _is_early(self, operation: Operation) -> bool:
+        """Whether an operation waits for an update, or for other ranks' parts of it."""
+        kind, weights = operation.kind, self._scheduler.weights(operation.unit)
+        if kind is Kind.FETCH and any(update.record is operation.gradient for update in weights.sharing):
+            return True
+        return kind in (Kind.FETCH, Kind.SHARE) and operation.version > weights.newest
 
     def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:
         """Submit an operation to the lanes. It ends with its last chain."""
@@ -90,20 +89,17 @@ class Execution:
         """Whether an operation adds a gradient to an earlier one of its step."""
         if operation.kind is not Kind.OFFLOAD:
             return False
-        (step,) = operation.steps
-        before, self._stored[operation.unit] = self._stored.get(operation.unit), step
-        return before == step
+        assert operation.gradient is not None
+        adds, operation.gradient.payload = operation.gradient.payload is not None, "there"
+        return adds
 
     def _gradient_used(self, update: Operation) -> None:
         self._scheduler.gradient_used(update)
         self.pump()
 
     def _weights_written(self, update: Operation) -> None:
-        self._written[update.unit] = update.version
-        if not self._scheduler.plan.units[update.unit].shared:
-            self._versions[update.unit] = update.version
-        self._begin_early(update.unit)
         self._scheduler.weights_written(update)
+        self._begin_early(update.unit)
         self.pump()
 
     def _begin_early(self, unit: int) -> None:
@@ -112,10 +108,9 @@ class Execution:
             self._begin(operation)
 
     def _ended(self, operation: Operation) -> None:
-        if operation.kind is Kind.SHARE:
-            self._versions[operation.unit] = operation.version
-            self._begin_early(operation.unit)
         self._scheduler.ended(operation)
+        if operation.kind is Kind.SHARE:
+            self._begin_early(operation.unit)
         self.pump()
 
     def _chains_of(self, kind: Kind, index: int, adds: bool) -> Sequence[Chain]:

@@ -38,8 +38,8 @@ _MOST_ACCESSES = 6000
 """After this many accesses, no further step is simulated. Steps of thousands of leases vary by about 0.5%."""
 _STEADY = 1e-4
 """Relative difference below which two steps count as equally long."""
-_SWEEPS = 4
-"""With asynchronous updates: number of measured sweeps of `max_staleness` steps, after half as many to warm up."""
+_LATE_STEPS = 4
+"""With asynchronous updates: number of measured steps, after half as many to warm up."""
 _IN_BACKWARD = 0.75
 """Share of a parameter's bookkeeping that happens in backward, where its lease is asked for again and its gradient
 arrives."""
@@ -50,9 +50,8 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float], work: Work
 
     `tick_s` has the seconds of compute of each access of the plan's trace if nothing disturbs it; see `Compute`. `work`
     is that of the optimizer's updates. If many micro-batches are alike, only a few are simulated, provided those in the
-    middle take equally long. With asynchronous updates, a sweep over the states may take several steps of different
-    length. Then seconds and stalls are means over several sweeps, and the timeline is that of the step closest to the
-    mean.
+    middle take equally long. With asynchronous updates, steps may differ permanently. Then seconds and stalls are means
+    over several, and the timeline is that of the step closest to the mean.
 
     Raises ValueError unless `tick_s` has one number per access.
     """
@@ -61,7 +60,7 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float], work: Work
     rates, count = Rates(hardware, plan.ranks, plan.transfer_bytes, work), len(pass_begins(plan.trace))
     few = FEW
     with without_garbage_collection():
-        while plan.options.max_staleness is None and (trace := first_passes(plan.trace, tick_s, few)) is not None:
+        while not plan.options.asynchronous and (trace := first_passes(plan.trace, tick_s, few)) is not None:
             simulation = Simulation(plan.retraced(trace), rates, tick_s[: len(trace.accesses) - 1])
             timeline = with_more_passes(simulation.run(), simulation.marks, count - few)
             if timeline is not None:
@@ -127,8 +126,7 @@ class Simulation:
     def run(self) -> Timeline:
         """Simulate steps until two are equally long, and return the last. If steps differ permanently, return a mean of
         several."""
-        most_stale = self._plan.options.max_staleness
-        steps = self._until_steady() if most_stale is None else self._several_sweeps(max(1, most_stale))
+        steps = self._several() if self._plan.options.asynchronous else self._until_steady()
         step_s = fmean(step.seconds for step in steps)
         stall_s = {lane: fmean(step.stall_s[lane] for step in steps) for lane in self._stalling}
         shown = min(steps, key=lambda step: abs(step.seconds - step_s))
@@ -148,10 +146,10 @@ class Simulation:
                 break
         return [step]
 
-    def _several_sweeps(self, steps_of_one: int) -> list[_Step]:
-        for _ in range(_SWEEPS // 2 * steps_of_one):
+    def _several(self) -> list[_Step]:
+        for _ in range(_LATE_STEPS // 2):
             self.step()
-        return [self._timed_step() for _ in range(_SWEEPS * steps_of_one)]
+        return [self._timed_step() for _ in range(_LATE_STEPS)]
 
     def _timed_step(self) -> _Step:
         start, self._stall_s = self._lanes.now, dict.fromkeys(self._stalling, 0.0)

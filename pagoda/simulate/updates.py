@@ -32,7 +32,7 @@ class SimulatedUpdates:
     _lanes: SimulatedLanes
     _rates: Rates
     _gradient_used: Report
-    """Called when an UPDATE has used its gradients."""
+    """Called when an UPDATE has used its gradient."""
     _weights_written: Report
     """Called when an UPDATE has written the new weights."""
     _ended: Report
@@ -76,8 +76,7 @@ class SimulatedUpdates:
             self._report(do, about)
             return
         block: Block = about
-        works = self._works(do, block.unit, block.index, 1 if block.update is None else len(block.update.steps))
-        *_, last = self._lanes.in_turn(works)
+        *_, last = self._lanes.in_turn(self._works(do, block.unit, block.index))
         last.then.append(partial(self._tell, self._ended_by[do], block, None))
 
     def _report(self, do: Do, operation: Operation) -> None:
@@ -104,8 +103,8 @@ class SimulatedUpdates:
             self._sharing = [task]
         return task
 
-    def _works_of(self, do: Do, unit: int, index: int, steps: int) -> Sequence[Work]:
-        """The work of lanes for a block, one after another, in an update by the gradients of `steps` steps."""
+    def _works_of(self, do: Do, unit: int, index: int) -> Sequence[Work]:
+        """The work of lanes for a block, one after another."""
         traffic, name, plan, rates = self._traffic[unit], self._plan.units[unit].name, self._plan, self._rates
         bounds = self._blocks.units[unit].bounds
         (start, stop), total = bounds[index], bounds[-1][1]
@@ -124,8 +123,8 @@ class SimulatedUpdates:
         spec = plan.units[unit]
         seconds = rates.device_update_seconds(spec, count, blocks) if on_device else rates.update_seconds(spec, count)
         touched, lane = _part(traffic.touched, start, stop, total), "device_update" if on_device else "update"
-        works = [Work(lane, f"update {name}", touched, seconds * steps, blocks)]
-        if coming := traffic.passed + steps * traffic.brought:
+        works = [Work(lane, f"update {name}", touched, seconds, blocks)]
+        if coming := traffic.passed + traffic.brought:
             works.insert(0, move("h2d", "read", coming, len(moving)))
         if traffic.passed:
             works.append(move("d2h", "write", traffic.passed, len(moving)))

@@ -120,7 +120,7 @@ def _chosen(asked: TrainConfig, ranks: int, data: DataSets) -> tuple[TrainConfig
 def _of_gpu(asked: TrainConfig, free: int) -> tuple[TrainConfig, list[str]]:
     """The configuration with a part of the GPU's `free` memory for pages, and why."""
     after = asked.memory.adapt_after
-    if after is None and asked.staleness is None:
+    if after is None and not asked.asynchronous:
         after = _ADAPT_AFTER
     if after is None:  # a second placement would change what asynchronous updates compute
         free = int(free * FIRST_SHARE)

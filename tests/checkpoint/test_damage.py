@@ -21,7 +21,7 @@ import pagoda
 from pagoda.errors import StorageError
 from pagoda.memory import page
 
-from .test_resume import HALF, LLAMA, Run, data, on_ssd
+from .test_resume import HALF, LLAMA, Run, data, on_ssd, uninterrupted
 
 Transfer = Callable[[int, Sequence[memoryview], int], int]
 
@@ -48,6 +48,7 @@ FAULTS = {
 
 def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.MonkeyPatch) -> None:
     """From now on, transfers of one unit's `exp_avg` meet a fault."""
+    run.optimizer.drain()
     store = run.optimizer._engine.store
     broken, met = store.run(1, "exp_avg"), threading.local()
     move, real = ("load" if verb == "preadv" else "store"), getattr(os, verb)
@@ -63,43 +64,59 @@ def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.M
 
 
 def assert_of_no_use(run: Run, directory: Path) -> None:
-    """Nothing can be computed from it, nor stepped, nor saved."""
     with suppress(StorageError):
         run.optimizer.drain()  # raises what nobody has seen yet
+    assert_refused(run, directory, r"The training state is damaged.*Load a checkpoint")
+
+
+def assert_refused(run: Run, directory: Path, message: str) -> None:
+    """Nothing can be computed from it, nor read, nor saved."""
     for use in (
+        run.optimizer.drain,
         lambda: run.model(**data(LLAMA, 0)),
-        run.optimizer.step,
         run.optimizer.state_dict,
         lambda: run.optimizer.save_checkpoint(directory),
     ):
-        with pytest.raises(StorageError, match=r"The training state is damaged.*Load a checkpoint"):
+        with pytest.raises(StorageError, match=message):
             use()
     assert not directory.exists()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_update_that_fails_leaves_a_state_that_only_a_checkpoint_replaces(
+def test_training_goes_on_with_the_same_bits_once_a_drive_works_again(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb, happens, message = FAULTS[fault]
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    with monkeypatch.context() as patch:
+        break_moment(run, verb, happens, patch)
+        run.train(HALF, HALF + 1)
+        assert_refused(run, tmp_path / "bad", message)
+    run.optimizer.zero_grad()
+    run.train(HALF + 1, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_checkpoint_loads_after_a_drive_has_failed_an_update(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verb, happens, message = FAULTS[fault]
     run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
     run.save(tmp_path / "good")
-    weights, states = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-    masters = pagoda.ModelState(run.model).state_dict()
     with monkeypatch.context() as patch:
         break_moment(run, verb, happens, patch)
+        run.train(HALF, HALF + 1)
         with pytest.raises(StorageError, match=message):
-            run.train(HALF, HALF + 2).optimizer.drain()
-        assert_of_no_use(run, tmp_path / "bad")
-    assert_of_no_use(run, tmp_path / "bad")  # that the disk is well again changes nothing
-    for load in (
-        lambda: run.model.load_state_dict(weights),
-        lambda: run.optimizer.load_state_dict(states),
-        lambda: pagoda.ModelState(run.model).load_state_dict(masters),
-    ):
-        with pytest.raises(StorageError, match="Load a checkpoint"):
-            load()
+            run.optimizer.drain()
     run.load(tmp_path / "good").goes_on()
+
+
+def test_an_optimizer_closes_while_a_drive_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    break_moment(run, "pwritev", fails, monkeypatch)
+    run.train(HALF, HALF + 1)
+    with pytest.raises(StorageError, match="failed to write"):
+        run.optimizer.close()
 
 
 def test_a_checkpoint_replaces_a_moment_of_which_no_page_can_be_read(tmp_path: Path) -> None:
@@ -141,11 +158,14 @@ def test_an_update_that_fails_ends_a_checkpoint_that_waits(tmp_path: Path, monke
         saving.set()
         with pytest.raises(StorageError, match="failed to write"):
             run.optimizer.wait_for_checkpoint()
-        assert_of_no_use(run, tmp_path / "bad")
-    run.load(tmp_path / "good").goes_on()
+        assert not (tmp_path / "bad").exists()
+    run.optimizer.zero_grad()
+    run.train(HALF + 1, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 
 
-def test_an_asynchronous_update_that_fails_does_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_loads_after_a_drive_has_failed_an_asynchronous_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = pagoda.Memory(host="1MiB", ssd=str(tmp_path), unit_limit="16KiB", page_size=PAGE)
     run = Run(LLAMA, memory, options={"update": "async"})
     run.train(0, HALF).save(tmp_path / "good")
@@ -154,7 +174,6 @@ def test_an_asynchronous_update_that_fails_does_so_too(tmp_path: Path, monkeypat
         break_moment(run, "pwritev", fails, patch)
         with pytest.raises(StorageError, match="failed to write"):
             run.train(HALF, HALF + 4).optimizer.drain()
-        assert_of_no_use(run, tmp_path / "bad")
     run.load(tmp_path / "good")
     assert all(torch.equal(value, expected[name]) for name, value in run.model.state_dict().items())
     run.train(HALF, 2 * HALF).optimizer.drain()

@@ -37,7 +37,6 @@ def test_every_command_has_help_in_lines_of_a_terminal(command: str, capsys: pyt
         ("Raise memory.host, or add memory.ssd='DIR'.", "Raise --memory.host, or add --memory.ssd DIR."),
         ("with pagoda.Tiles(tile_limit=...), layers", "with --tile-limit, layers"),
         ("use wrap(activations='keep') or 'offload'.", "use --activations keep or 'offload'."),
-        ("speculate=True: give clip_grad_norm, too", "speculate=True: give --clip-grad-norm, too"),
         ("precision is 'x'; use bf16", "--precision is 'x'; use bf16"),
         ("/data/seq_len/x and --memory.ssd are as they were", "/data/seq_len/x and --memory.ssd are as they were"),
         ("memory.split=None chooses it", "memory.split=None chooses it"),

@@ -19,9 +19,9 @@ MODES: dict[str, tuple[int, tuple[str, ...]]] = {
     "in RAM": (0, ()),
     "on a drive": (1, ()),
     "on two drives": (2, ()),
-    "in RAM, lagging": (0, ("--update", "async", "--max-staleness", "2")),
-    "on a drive, lagging": (1, ("--update", "async", "--max-staleness", "2", "--memory.host", "300KiB")),
-    "on two drives, lagging": (2, ("--update", "async", "--max-staleness", "1", "--memory.host", "300KiB")),
+    "in RAM, lagging": (0, ("--update", "async")),
+    "on a drive, lagging": (1, ("--update", "async", "--memory.host", "300KiB")),
+    "on two drives, lagging": (2, ("--update", "async", "--memory.host", "300KiB")),
 }
 """Drives that hold the state, and flags. Asynchronous updates need more RAM."""
 QUICK = ("on two drives, lagging",)

@@ -97,10 +97,10 @@ def test_asynchronous_updates_are_forecast_as_they_run() -> None:
     slow = {rate: figure(1e8) for rate in ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")}
     machine = Machine(replace(SMALL, ssd=replace(SMALL.ssd, **slow)), here=False)
     waits = made(machine, host="100MiB", plan="usual")
-    lags = made(machine, host="220MiB", plan="usual", update="async", max_staleness=2)
+    lags = made(machine, host="190MiB", plan="usual", update="async")
     assert lags.plan.bytes["ssd"]["exp_avg"] >= 0.9 * waits.plan.bytes["ssd"]["exp_avg"], "no less streams"
     assert lags.plan.bytes["host"]["weight_back"] == lags.plan.bytes["host"]["weight"]
-    assert lags.tokens_per_s > 1.8 * waits.tokens_per_s
+    assert lags.tokens_per_s > waits.tokens_per_s
     assert made(machine, host="220MiB", update="async").fits, "a search plans them too"
     with pytest.raises(ConfigError, match="ranks"):
         made(replace(machine, ranks=Ranks(2, 2)), update="async")

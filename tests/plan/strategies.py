@@ -101,7 +101,7 @@ def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks = ALONE
         )
         if shares
         else None,
-        speculate=True if shares and draw(st.booleans()) else None,
+        speculate=shares and draw(st.booleans()),
     )
     root = draw(large_trees)
     states = STATES[draw(st.sampled_from(["bf16", "fp32"]))]

@@ -169,10 +169,8 @@ def test_second_versions_of_states_take_what_is_left_and_move_none(case: tuple[L
     assert {tier: undoing.pages(tier, UNDO) for tier in kept} == kept
     everything = sum(layout.pages(unit, state.name) for unit in layout.units for state in layout.states)
     if budgets.host // layout.page_bytes > 3 * everything:
-        asked = place(layout, budgets, Options(accumulation_steps=1, clipping=True, speculate=True))
         mostly_trained = {unit.index for unit in layout.units if 2 * unit.trainable_numel >= unit.numel}
-        assert asked.speculated == mostly_trained
-        assert undoing.speculated == (frozenset() if budgets.device is None else asked.speculated)
+        assert undoing.speculated == (set() if budgets.device is None else mostly_trained)
 
 
 def test_frozen_weights_on_ssd_need_no_spare_pages() -> None:

@@ -270,7 +270,7 @@ def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
         clip_grad_norm=case["clip"],
         accumulation_steps=1 if update in ("announced", "speculate") else None,
         guess=update == "speculate",
-        late=2 if update.startswith("async") else None,
+        late=update.startswith("async"),
         predict=update.endswith("predicted"),
         tiles={"batch": {"batch_tiles": 2}, "layers": {"tile_limit": "16KiB"}}.get(case["tiles"]),
     )

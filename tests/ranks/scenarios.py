@@ -72,7 +72,7 @@ def settings_of(
     rule: str | None = None,
     tiles: dict[str, Any] | None = None,
     guess: bool = False,
-    late: int | None = None,
+    late: bool = False,
     predict: bool = False,
     partition: bool = False,
     **others: Any,
@@ -83,10 +83,10 @@ def settings_of(
         given["precision"] = precision_of(given["precision"])
     if tiles is not None:
         given["tiles"] = pagoda.Tiles(**tiles)
-    if guess:
-        given["update"] = pagoda.Updates(speculate=True)
-    if late is not None:
-        given["update"] = pagoda.Updates("async", max_staleness=late, predict=predict)
+    if not guess:
+        given["update"] = pagoda.Updates(speculate=False)
+    if late:
+        given["update"] = pagoda.Updates("async", predict=predict)
     if partition:
         given["activations"] = pagoda.Activations(given["activations"], partition_activations=True)
     return given
@@ -122,7 +122,7 @@ def in_pages(
     if "ssd" in kind or settings.get("activations") == "offload":
         sizes["ssd"] = f"{out}:64MiB"
     if kind == "moments-ssd":  # 2 bytes a parameter are weights
-        of_each = 11 if settings.get("update", pagoda.Updates()).staleness else 4  # late updates keep a second copy
+        of_each = 11 if settings.get("update", pagoda.Updates()).asynchronous else 4  # late updates keep a second copy
         sizes["host"] = of_each * sum(param.numel() for param in model.parameters()) + room
     elif "ssd" in kind:
         sizes["host"] = PAGE
@@ -275,8 +275,7 @@ def train(
     made = recipe_of(recipe)
     if guesses is not None and (kind, made.moments) != ("ssd", "fp32"):
         room = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
-    late = {"update": "async", "max_staleness": recipe["late"]} if "late" in recipe else {}
-    update = pagoda.Updates(speculate=guesses, **late)
+    update = pagoda.Updates("async" if "late" in recipe else "sync", speculate=bool(guesses))
     model, optimizer = wrapped(made, kind, out, stage, replicas, ordered, room=room, update=update)
     outcome = Outcome()
     take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), in_turn=ordered, **departures)

@@ -59,7 +59,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "muon": {"rule": "muon", "kind": "ssd"},
     "moments in 8 bits": {"rule": "adamw-8bit", "kind": "ssd"},
     "gradients in fp32": {"precision": "bf16+fp32", "kind": "ssd"},
-    "updates a step late": {"late": 1, "kind": "ssd"},
+    "updates a step late": {"late": True, "kind": "ssd"},
     "layers in tiles": {"tiles": {"tile_limit": "8KiB"}, "kind": "ssd"},
     "batches in tiles": {"tiles": {"batch_tiles": 2}, "kind": "arena"},
     "updated on the device": {"kind": "updated-on-device"},

@@ -27,7 +27,7 @@ CASES: dict[str, Case] = {
     "at home on the device, stage 3": (2, {"precision": "bf16", "clip": 0.5}, {"stage": 3, "kind": "both-on-device"}),
     "adafactor, half of it on the device": (2, {"rule": "adafactor"}, {"kind": "half-on-device"}),
     "mixed dtypes, stage 1, on ssd": (2, {"model": "mixed", "precision": "own"}, {"stage": 1, "kind": "ssd"}),
-    "stage 3, on ssd, 1 late": (2, {"steps": 5, "late": 1}, {"kind": "ssd"}),
+    "stage 3, on ssd, late": (2, {"steps": 5, "late": True}, {"kind": "ssd"}),
 }
 """test_matrix_on_ranks shows that ranks have the same bits in every placement, at every stage."""
 SLOW_CASES: dict[str, Case] = {
@@ -56,10 +56,10 @@ SLOW_CASES: dict[str, Case] = {
         {"rule": "adafactor", "precision": "fp32"},
         {"stage": 2, "kind": "ssd"},
     ),
-    "four ranks, stage 3, 3 late": (4, {"precision": "fp32", "steps": 7, "late": 3}, {}),
+    "four ranks, stage 3, late": (4, {"precision": "fp32", "steps": 7, "late": True}, {}),
     "frozen and checkpointed, on ssd, 2 late": (
         2,
-        {"frozen": True, "checkpointing": True, "steps": 6, "late": 2},
+        {"frozen": True, "checkpointing": True, "steps": 6, "late": True},
         {"kind": "ssd"},
     ),
 }

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,9 @@ def _nothing_else_runs() -> None:
 
 
 def wrapped(placement: str, directory: Path, **settings: Any) -> tuple[nn.Module, PagedOptimizer]:
-    staleness = 1 if "update" in settings else None
     memory = RESIDENT
     if placement != "resident":
-        memory = squeeze(Layers(), placement, directory, clipping=False, max_staleness=staleness)
+        memory = squeeze(Layers(), placement, directory, clipping=False, asynchronous="update" in settings)
     return pagoda.wrap(Layers(), pagoda.AdamW(), memory=memory, **{"precision": "bf16", **settings})
 
 
@@ -131,10 +131,12 @@ def test_updates_that_have_not_begun_are_dropped(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("speculate", [False, True])
 def test_nothing_is_kept_of_the_steps_that_are_over(speculate: bool) -> None:
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"precision": "bf16"}
+    memory = RESIDENT
     if speculate:
-        settings = {"clip_grad_norm": 1e6, "accumulation_steps": 1, "update": pagoda.Updates(speculate=True)}
-    model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=RESIDENT, **{"precision": "bf16", **settings})
+        settings |= {"clip_grad_norm": 1e6, "accumulation_steps": 1}
+        memory = replace(RESIDENT, device="cpu:1MiB", split=pagoda.Split())
+    model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=memory, **settings)
     kept = []
     for _ in range(3):
         train(model, optimizer, "step")

@@ -145,10 +145,9 @@ def memory_of(name: str, placement: str, folder: Path, rule: Rule, **settings: A
         return RESIDENT
     clips = settings.get("clip_grad_norm") is not None
     announced = settings.get("accumulation_steps")
-    late = 1 if "update" in settings else None
     if getattr(settings.get("update"), "predict", False):
         rule = rule.predicting(1.0)
-    options = {"announced": announced, "clipping": clips, "max_staleness": late}
+    options = {"announced": announced, "clipping": clips, "asynchronous": "update" in settings}
     memory = squeeze(build(name), placement, folder, precision=None, rule=rule, **options)
     return replace(memory, host=memory.host + (128 << 10)) if "precision" in settings else memory
 

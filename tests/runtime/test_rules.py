@@ -158,7 +158,7 @@ def test_a_state_that_no_parameter_has_is_no_damage(wrap: Wrap, tmp_path: Path) 
 
 def test_what_cannot_be_run_with_a_rule_is_refused(tmp_path: Path) -> None:
     rule, model = WHOLE["muon"], RECIPE.build()
-    memory = squeeze(model, ALL_ON_SSD, tmp_path, rule=rule, max_staleness=1, clipping=False)
+    memory = squeeze(model, ALL_ON_SSD, tmp_path, rule=rule, asynchronous=True, clipping=False)
     with pytest.raises(pagoda.ConfigError, match="Muon needs every weight in RAM"):
         pagoda.wrap(model, rule, memory=memory, update="async", precision="bf16")
     with pytest.raises(pagoda.ConfigError, match=r"pagoda.Optim\(torch.optim.Adagrad"):

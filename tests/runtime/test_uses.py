@@ -140,7 +140,7 @@ def test_penalties_in_the_loss_and_in_forward_have_plain_gradients(
 @each_once(
     options=[
         {"accumulation_steps": 1},
-        {"accumulation_steps": 1, "clip_grad_norm": 1e9, "update": pagoda.Updates(speculate=True)},
+        {"accumulation_steps": 1, "clip_grad_norm": 1e9},
         {"activations": "recompute"},
     ],
     place=[IN_PLACE, HOST_WEIGHTS],
@@ -266,9 +266,8 @@ def test_views_are_of_the_weights_as_they_are_when_used(wrap_net: Callable[..., 
 @pytest.mark.parametrize("grad", [True, False])
 def test_asynchronous_updates_are_read_as_by_a_forward(grad: bool, wrap: Wrap, tmp_path: Path) -> None:
     """Reads see the weights of the next step. Writes wait for all updates."""
-    memory = memory_in(HOST_WEIGHTS, tmp_path, max_staleness=1)
-    update = pagoda.Updates("async", max_staleness=1)
-    model, optimizer = wrap(Net(), memory, rule=pagoda.SGD(lr=LR), precision="fp32", update=update)
+    memory = memory_in(HOST_WEIGHTS, tmp_path, asynchronous=True)
+    model, optimizer = wrap(Net(), memory, rule=pagoda.SGD(lr=LR), precision="fp32", update="async")
     plain, weight = Net(), model.layers[1].weight
     before = plain.layers[1].weight.detach().clone()
     for each in (model, plain):

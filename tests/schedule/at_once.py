@@ -1,14 +1,14 @@
 """Operations that end as soon as a scheduler asks for them."""
 
-from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.operations import NOT_REPORTED, QUESTIONS, Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 
 
 def end(scheduler: Scheduler, op: Operation) -> None:
-    """One operation ends; what a RECLAIM asks for is free."""
-    if op.kind is Kind.RECLAIM:
+    """One operation ends; what is asked for is free."""
+    if op.kind in QUESTIONS:
         scheduler.reclaimed(op, freed=True)
-    elif op.kind not in (Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD):  # which are not reported
+    elif op.kind not in NOT_REPORTED:
         if op.kind is Kind.UPDATE:
             scheduler.gradient_used(op)
             scheduler.weights_written(op)

@@ -64,7 +64,7 @@ class Player:
         ]
         self.scheduler = Scheduler(SchedulePlan(units, problem.trace, frame_pool=problem.capacity))
         self.moves: list[tuple[int, Kind, int]] = []
-        """(tick, FETCH or RECLAIM, unit) of the last step; those of `step()` have the tick of STEP."""
+        """(tick, FETCH or EVICT, unit) of the last step; those of `step()` have the tick of STEP."""
         self.used: int | None = None
         """The unit in use."""
         self._tick = 0
@@ -96,9 +96,9 @@ class Player:
 
     def _execute(self) -> None:
         for operation in end_all(self.scheduler):
-            if operation.kind in (Kind.FETCH, Kind.RECLAIM):
+            if operation.kind in (Kind.FETCH, Kind.EVICT):
                 self.moves.append((self._tick, operation.kind, operation.unit))
-            assert operation.kind is not Kind.RECLAIM or operation.unit != self.used
+            assert operation.kind is not Kind.EVICT or operation.unit != self.used
         assert self.scheduler.leases.frames.in_use <= self.problem.capacity
 
 
@@ -127,7 +127,7 @@ def test_nothing_is_fetched_for_use_after_the_step_that_updates_it(problem: Prob
 def test_no_lease_makes_room_for_one_that_is_needed_later(problem: Problem) -> None:
     evicted: list[int] = []
     for tick, kind, unit in before_step(problem, played(problem)):
-        if kind is Kind.RECLAIM:
+        if kind is Kind.EVICT:
             evicted.append(unit)
             continue
         needed_in = 0 if problem.trace.accesses[tick].unit == unit else problem.next_use(unit, tick)
@@ -150,7 +150,7 @@ def test_what_is_used_later_does_not_overtake_what_waits_for_its_update() -> Non
     scheduler.end_step()
     operations = scheduler.take()
     for operation in operations:
-        if operation.kind is Kind.RECLAIM:
+        if operation.kind is Kind.OUTDATE:
             scheduler.reclaimed(operation, freed=True)
     first, second = (operation for operation in operations if operation.kind is Kind.UPDATE)
     assert (first.unit, second.unit) == (0, 1)
@@ -217,7 +217,7 @@ def test_room_for_a_small_lease_costs_the_same_however_many_share_its_slab(monke
     for access in scheduler.trace.accesses[:-1]:
         if access.unit:
             scheduler.access(access)
-            windows += len(units_of(Kind.RECLAIM, end_all(scheduler)))
+            windows += len(units_of(Kind.EVICT, end_all(scheduler)))
             scheduler.release(access.unit)
             end_all(scheduler)
     assert windows > 100

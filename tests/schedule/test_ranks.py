@@ -29,7 +29,7 @@ def request_update(scheduler: Scheduler) -> dict[Kind, Operation]:
     end_all(scheduler, updates=False)
     scheduler.end_step()
     begun = {op.kind: op for op in scheduler.take() if op.unit == 0}
-    if (question := begun.get(Kind.RECLAIM)) is not None:  # of the old weights
+    if (question := begun.get(Kind.OUTDATE)) is not None:  # of the old weights
         end(scheduler, question)
     return begun | {op.kind: op for op in scheduler.take() if op.unit == 0}
 
@@ -81,7 +81,7 @@ def test_a_fetch_is_issued_before_the_update_that_it_waits_for_which_does_not_wa
     scheduler.others_read(0)
     fetch = request_update(scheduler)[Kind.FETCH]
     assert fetch.version == 1
-    assert [record.unit for record in fetch.gradients] == [0]
+    assert fetch.gradient.unit == 0
     scheduler.others_have_read(0)
     assert units_of(Kind.UPDATE, scheduler.take()) == [0]
 
@@ -90,7 +90,7 @@ def test_a_fetch_waits_for_the_parts_of_an_update_that_other_ranks_make() -> Non
     scheduler = without_room_for_unit_0(shared=True)
     begun = request_update(scheduler)
     end(scheduler, begun[Kind.UPDATE])
-    assert [record.unit for record in fetch_of_unit_0(scheduler).gradients] == [0]
+    assert fetch_of_unit_0(scheduler).gradient.unit == 0
 
 
 def test_weights_in_their_home_are_not_read_before_other_ranks_parts_are_there() -> None:
@@ -118,7 +118,7 @@ def test_an_update_is_final_whether_or_not_this_ranks_fetch_has_ended() -> None:
     scheduler.issued(first)
     scheduler.release(0)
     scheduler.gradient(0, complete=True, last=True)
-    (question,) = (op for op in scheduler.take() if op.kind is Kind.RECLAIM)
+    (question,) = (op for op in scheduler.take() if op.kind is Kind.ASK)
     scheduler.reclaimed(question, freed=True)
     assert units_of(Kind.KEEP, scheduler.take()) == [0]
 

@@ -341,7 +341,7 @@ def test_updates_that_need_the_buffer_of_what_could_not_be_written_begin_once_co
     end_all(scheduler)
     assert scheduler.checkpoint_lost
     scheduler.end_checkpoint()
-    scheduler.spill_again()
+    scheduler.try_again()
     assert units_of(Kind.UPDATE, end_all(scheduler)) == [0, 1, 2]
     assert not scheduler.checkpoint_lost
 
@@ -361,10 +361,10 @@ def test_a_unit_in_use_makes_no_room_though_its_neighbour_would() -> None:
     scheduler = Scheduler(SchedulePlan(units, Trace((*uses, STEP)), frame_pool=4))
     for access in uses[:3]:
         scheduler.access(access)
-        assert 0 not in units_of(Kind.RECLAIM, end_all(scheduler))
+        assert 0 not in units_of(Kind.EVICT, end_all(scheduler))
         if access.unit:
             scheduler.release(access.unit)
-            assert 0 not in units_of(Kind.RECLAIM, end_all(scheduler))
+            assert 0 not in units_of(Kind.EVICT, end_all(scheduler))
 
 
 def test_updaters_do_not_wait_for_each_other() -> None:
@@ -448,7 +448,7 @@ def asynchronous_step(scheduler: Scheduler) -> list[Operation]:
 
 
 def test_an_asynchronous_update_does_not_write_what_is_still_fetched() -> None:
-    scheduler = Scheduler(replace(plan(frames=4), max_staleness=1))
+    scheduler = Scheduler(replace(plan(frames=4), asynchronous=True))
     fetch, *_ = run_first(scheduler)
     scheduler.release(0)
     scheduler.gradient(0, complete=True, last=False)
@@ -461,22 +461,12 @@ def test_an_asynchronous_update_does_not_write_what_is_still_fetched() -> None:
     assert units_of(Kind.UPDATE, scheduler.take()) == [0]
 
 
-def test_units_take_their_turns_anew_after_a_drain() -> None:
-    scheduler = Scheduler(replace(plan(frames=0), max_staleness=2))
-    asynchronous_step(scheduler)
+def test_a_step_sees_the_updates_of_the_step_before_the_last() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), asynchronous=True))
+    assert units_of(Kind.PUBLISH, asynchronous_step(scheduler)) == []
+    assert [units_of(Kind.PUBLISH, asynchronous_step(scheduler)) for _ in range(2)] == [[0], [0]]
     scheduler.drain(True)
-    assert units_of(Kind.UPDATE, end_all(scheduler)) == [0]
-    scheduler.drain(False)
-    assert [units_of(Kind.UPDATE, asynchronous_step(scheduler)) for _ in range(2)] == [[], [0]]
-
-
-def test_a_drain_begins_asynchronous_updates() -> None:
-    scheduler = Scheduler(replace(plan(frames=0), max_staleness=9))
-    made(scheduler, 0)
-    scheduler.end_step()
-    assert Kind.UPDATE not in {op.kind for op in scheduler.take()}
-    scheduler.drain(True)
-    assert units_of(Kind.UPDATE, scheduler.take()) == [0]
+    assert units_of(Kind.PUBLISH, end_all(scheduler)) == [0]
 
 
 def test_what_two_steps_have_used_is_expected_next_without_what_evaluations_have() -> None:
@@ -546,6 +536,6 @@ def test_a_lease_ends_when_its_weights_are_written_or_loaded() -> None:
     scheduler.access(Access(0, Phase.FORWARD))
     end_all(scheduler)
     scheduler.overwritten(0)
-    assert units_of(Kind.RECLAIM, end_all(scheduler)) == [0]
+    assert units_of(Kind.OUTDATE, end_all(scheduler)) == [0]
     scheduler.restored()
-    assert units_of(Kind.RECLAIM, end_all(scheduler)) == [0, 1, 2, 3]
+    assert units_of(Kind.OUTDATE, end_all(scheduler)) == [0, 1, 2, 3]

@@ -93,6 +93,9 @@ class Lanes:
 
     def collect(self) -> None:
         for action in self.stream.take():
+            if action.do is Do.STALL:
+                self.stalled(action.about)
+                continue
             if action.do in (Do.USED, Do.END):
                 self.note(action)
                 continue
@@ -109,6 +112,14 @@ class Lanes:
             places = [block.place for block in mine if block.place is not None]
             assert len(places) == len(set(places))
             assert set(places) <= set(range(self.plan.places[updater]))
+
+    def stalled(self, update: Asked) -> None:
+        assert not [block for _, block, _ in self.pending if block.update is update]
+        if self.rng.random() < 0.5 * self.fails:
+            self.stream.give_up(update)
+        else:
+            self.stream.retry()
+        self.collect()
 
     def note(self, action: Action) -> None:
         update: Asked = action.about
@@ -353,11 +364,35 @@ def test_after_an_error_no_block_of_the_update_begins() -> None:
     stream.ask("it", 0, range(9))
     first, second, third = (action.about for action in stream.take())
     stream.has_read(first, None)
-    stream.has_read(second, RuntimeError("of the disk"))
+    stream.has_read(second, None)
+    assert begun(stream) == [(Do.UPDATE, 0, 0), (Do.UPDATE, 0, 1)]
+    stream.has_updated(second, RuntimeError("of the kernel"))
     stream.has_read(third, None)
+    assert begun(stream) == []
+    stream.has_updated(first, None)
+    said = [(do, str(error)) for do, _, error in stream.take()]
+    assert said == [(Do.USED, "of the kernel"), (Do.END, "of the kernel")]
+
+
+def test_transfers_that_fail_are_tried_again_and_meanwhile_no_block_of_the_update_begins() -> None:
+    stream = Stream(StreamPlan([blocks(4)], 2, (1, 1)))
+    stream.ask("it", 0, range(4))
+    first, second = (action.about for action in stream.take())
+    stream.has_read(second, OSError("read"))
+    stream.has_read(first, None)
     assert begun(stream) == [(Do.UPDATE, 0, 0)]
     stream.has_updated(first, None)
-    assert [(do, str(error)) for do, _, error in stream.take()] == [(Do.USED, "of the disk"), (Do.END, "of the disk")]
+    assert begun(stream) == [(Do.WRITE, 0, 0)]
+    stream.has_written(first, OSError("write"))
+    (stall,) = stream.take()
+    assert (stall.do, stall.about, str(stall.error)) == (Do.STALL, "it", "read")
+    stream.retry()
+    assert sorted(begun(stream), key=str) == [(Do.READ, 0, 1), (Do.WRITE, 0, 0)]
+    stream.has_written(first, None)
+    assert begun(stream) == [(Do.READ, 0, 2)]
+    stream.has_read(second, OSError("again"))
+    stream.give_up("another")
+    assert stream.take() == []
 
 
 def test_blocks_that_wait_for_a_place_do_not_begin_after_an_error() -> None:

@@ -167,12 +167,12 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     assert curve(config) == curve(whole)
 
 
-@each_once(ssd=[False, True], bound=[1, 2], predict=[True, False])
+@each_once(ssd=[False, True], predict=[True, False])
 def test_with_asynchronous_updates_neither_checkpoints_nor_a_signal_change_a_bit(
-    ssd: bool, bound: int, predict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ssd: bool, predict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ssd_config(tmp_path) if ssd else config_in(tmp_path)
-    config = replace(config, update="async", max_staleness=bound, predict=predict, steps=6, eval_share=0.2)
+    config = replace(config, update="async", predict=predict, steps=6, eval_share=0.2)
     if ssd:
         config = replace(config, memory=replace(config.memory, host="2MiB"))
     whole = replace(config, out=tmp_path / "whole", checkpoint_every=0, checkpoint_minutes=0.0, keep_best=False)
@@ -197,7 +197,7 @@ def test_with_asynchronous_updates_neither_checkpoints_nor_a_signal_change_a_bit
 
 
 def test_the_last_evaluation_of_an_asynchronous_run_is_of_the_weights_that_it_saves(tmp_path: Path) -> None:
-    config = replace(config_in(tmp_path), update="async", max_staleness=2, predict=True, eval_share=0.2, eval_every=4)
+    config = replace(config_in(tmp_path), update="async", predict=True, eval_share=0.2, eval_every=4)
     trained(config)
     evals = RunDir(config.out).evals
     *before, last = read_metrics(evals)

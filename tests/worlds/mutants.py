@@ -59,7 +59,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "",
         ),
         "the parts of a gradient's update that others make are not waited for": (
-            "after = [record.payload.shown for record in operation.gradients]",
+            "after = [] if operation.gradient is None else [operation.gradient.payload.shown]",
             "after = []",
         ),
     },
@@ -115,7 +115,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "piece, issued)",
         ),
         "a gradient that was read back is looked for where it was": (
-            "            self._place(operation.gradients[0].payload, operation)\n",
+            "            self._place(operation.gradient.payload, operation)\n",
             "            pass\n",
         ),
         "a gradient of the step before stays": (

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from pagoda.schedule import checkpoints, gradients, leases, order, records, scheduler, turns, updates, versions
+from pagoda.schedule import checkpoints, gradients, lateness, leases, order, records, scheduler, updates, versions
 
 CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     leases: {
@@ -23,11 +23,11 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "for unit in ():\n            if self._may",
         ),
         "a fetch that ends is ready, though the weights have changed": (
-            "if lease.over:\n            self._reclaim",
+            "if lease.over is not None:\n            self._reclaim",
             "if False:\n            self._reclaim",
         ),
         "a fetch that fails is ready": (
-            "if failed and not lease.over",
+            "if failed and lease.over is None",
             "if False",
         ),
         "compute reads before the fetch is issued": (
@@ -137,38 +137,26 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            0 and insort(self._homes",
         ),
     },
-    turns: {
-        "what a step reads is shown before its turn": (
-            "            if most and (self._turn == 1",
-            "            if not most and (self._turn == 1",
-        ),
+    lateness: {
         "what is drained in the middle of a step is shown too late": (
-            "if most and (self._turn == 1 or",
-            "if most and (False or",
-        ),
-        "a look from outside changes what steps read": (
-            "(self._turn - 1 + unit) % most == 0",
-            "True",
-        ),
-        "units do not take turns": (
-            "(self._turn + unit) % most",
-            "self._turn % most",
+            "            if weights.lag:\n                weights.lag",
+            "            if weights.unannounced is not None:\n                weights.lag",
         ),
         "a drain in the middle of a step shows what it applies": (
-            "show = self._publish if self.step_begun else self._show",
-            "show = self._show",
+            "        if self.step_begun:",
+            "        if False:",
         ),
-        "an asynchronous update writes what is read": (
-            "extent=1 - weights.front",
-            "extent=weights.front",
+        "a step shows its own update": (
+            "        self.step_begun = False\n        self.drain()",
+            "        self.step_begun = False",
         ),
         "leases outlive a PUBLISH": (
-            "            weights.edition += 1\n            self._leases.changed(unit)",
-            "            weights.edition += 1",
+            "                weights.edition += 1\n                self._leases.changed(unit)",
+            "                weights.edition += 1",
         ),
-        "after a load, units take their turns anew": (
-            "self._turn, self.step_begun = turn, False",
-            "self._turn, self.step_begun = 0, False",
+        "after a load, accesses read the newest weights in place": (
+            "            if weights.lag:\n                self._publish(unit)",
+            "            if False:\n                self._publish(unit)",
         ),
     },
     updates: {
@@ -192,20 +180,24 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "1 - weights.extent if speculative else",
             "weights.extent if True else",
         ),
+        "an asynchronous update writes what is read": (
+            "update.extent = 1 - weights.front",
+            "update.extent = weights.front",
+        ),
         "drained updates are not shared": (
-            "            self._pending += 1\n            version, gradients",
-            "            version, gradients",
+            "            self._pending += 1\n            self._issue",
+            "            self._issue",
         ),
         "an early update does not wait until nothing refers to the weights": (
             "if not free or self._leases.uses(asked.unit) or",
             "if self._leases.uses(asked.unit) or",
         ),
         "what is due early is not said": (
-            "            self._issue(Operation(Kind.KEEP, asked.unit, gradients=(record,)))\n",
+            "            self._issue(Operation(Kind.KEEP, asked.unit, gradient=update.record))\n",
             "",
         ),
         "an update begins before its gradients have arrived": (
-            "        if not all(record.arrived for record in update.records):\n            return True\n",
+            "        if not update.record.arrived:\n            return True\n",
             "",
         ),
         "a second update of a unit is lost": (
@@ -217,8 +209,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "while",
         ),
         "the gradient of an undone update is lost": (
-            "self._gradients.used(record, last=not update.speculative)",
-            "self._gradients.used(record, last=True)",
+            "self._gradients.used(update.record, last=not update.speculative)",
+            "self._gradients.used(update.record, last=True)",
         ),
         "a failed update that stands is undone": (
             "if not update.speculative:\n            self._versions.failed = True\n            return",
@@ -237,15 +229,15 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "weights.update is None:\n            self._ahead",
         ),
         "states are read ahead while the program may write them": (
-            "or self._asynchronous or not self._may_read_ahead or self._versions.failed:",
-            "or self._asynchronous or self._versions.failed:",
+            "or self._plan.asynchronous or not self._may_read_ahead or self._versions.failed:",
+            "or self._plan.asynchronous or self._versions.failed:",
         ),
         "a refused gradient counts as applied": (
-            "        self._versions.of[unit].due -= steps\n",
+            "        self._versions.of[unit].due -= 1\n",
             "",
         ),
         "a lost gradient is applied": (
-            "if any(record.lost for record in update.records):",
+            "if update.record.lost:",
             "if False:",
         ),
         "a save is forgotten while an update runs": (
@@ -270,8 +262,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        self.checkpoint.restored()\n",
             "",
         ),
-        "a drain starts no asynchronous update": (
-            "            self.turns.drain()\n",
+        "a drain shows no asynchronous update": (
+            "            self.lateness.drain()\n",
             "            pass\n",
         ),
         "old leases outlive what has been overwritten": (

@@ -83,10 +83,6 @@ class Observer:
     def start(self) -> None:
         """Before the first event."""
 
-    def begin_anew(self, _plan: SchedulePlan) -> None:
-        """All that was under way is forgotten. All states will be restored."""
-        self.start()
-
     def at_end(self) -> None:
         """After the last one."""
 
@@ -120,14 +116,9 @@ class Facts(Observer):
         self.useless: set[Key] = set()
         """Gradients that were dropped, or that a final update has read."""
         self.lost: set[Key] = set()
-        """Gradients of which a part has failed to arrive, or to be read back."""
+        """Gradients of which a part has failed to arrive."""
         self.kept: set[object] = set()
         """Updates that have become final before `step()` or with it."""
-
-    def begin_anew(self, _plan: SchedulePlan) -> None:
-        step, edition = self.step, self.edition
-        self.start()
-        self.step, self.edition = step, edition
 
     # --- compute ---
 
@@ -184,27 +175,23 @@ class Facts(Observer):
         unit, require = op.unit, self.require
         require(unit not in self.writer, f"UPDATE of unit {unit} during another one")
         before = self.newest[unit]
-        require(
-            before == op.version - len(op.gradients), f"UPDATE of unit {unit} from version {before} to {op.version}"
-        )
+        require(before == op.version - 1, f"UPDATE of unit {unit} from version {before} to {op.version}")
         others = [each for each in self.writer.values() if self._shares_updater(each, unit)]
         require(len(others) < MOST_ADMITTED, f"{len(others) + 1} updates in one lane")
-        for record in op.gradients:
-            key = key_of(record)
-            require(self.arrived[key] == self.made[key], f"UPDATE before the gradient {key} has arrived")
-            require(not op.undoable or key in self.open, f"UPDATE with {key} may be undone, but it is asked for")
-            require(op.undoable or key in self.asked, f"UPDATE with {key}, which nobody has asked for")
-            require(key not in self.useless | self.lost, f"UPDATE with {key}, which was lost, dropped or applied")
-            if not op.undoable:
-                self.asked.discard(key)
+        key = key_of(gradient_of(op))
+        require(self.arrived[key] == self.made[key], f"UPDATE before the gradient {key} has arrived")
+        require(not op.undoable or key in self.open, f"UPDATE with {key} may be undone, but it is asked for")
+        require(op.undoable or key in self.asked, f"UPDATE with {key}, which nobody has asked for")
+        require(key not in self.useless | self.lost, f"UPDATE with {key}, which was lost, dropped or applied")
+        if not op.undoable:
+            self.asked.discard(key)
         self.writer[unit] = op
 
     def _shares_updater(self, op: Operation, unit: int) -> bool:
         return op.kind is Kind.UPDATE and self.units[op.unit].updater == self.units[unit].updater
 
     def on_keep(self, op: Operation) -> None:
-        (record,) = op.gradients
-        key = key_of(record)
+        key = key_of(gradient_of(op))
         if op.about is None:
             self.require(self.plan.during_backward and key in self.open, f"an update with {key} is final too early")
             self.open.discard(key)
@@ -219,7 +206,7 @@ class Facts(Observer):
 
     def gradient_used(self, op: Operation) -> None:
         if self.is_final(op):
-            self.useless |= {*map(key_of, op.gradients)}
+            self.useless.add(key_of(gradient_of(op)))
 
     def is_final(self, op: Operation) -> bool:
         """Whether nothing undoes an UPDATE."""
@@ -237,25 +224,25 @@ class Facts(Observer):
         if op.kind is Kind.UNDO and op.about.has_written:
             self.newest[op.unit] -= 1
         if op.kind is Kind.OFFLOAD:
-            self.arrived[key_of(op.gradients[0])] += 1
+            self.arrived[key_of(gradient_of(op))] += 1
         self._over(op)
 
     def failed(self, op: Operation) -> None:
-        if op.kind in (Kind.OFFLOAD, Kind.RELOAD):
-            self.lost.add(key_of(op.gradients[0]))
+        if op.kind is Kind.OFFLOAD:
+            self.lost.add(key_of(gradient_of(op)))
         self._over(op)
 
     def refused(self, op: Operation) -> None:
         if not op.undoable:
-            self.due[op.unit] -= len(op.gradients)
-            self.useless |= {*map(key_of, op.gradients)}
+            self.due[op.unit] -= 1
+            self.useless.add(key_of(gradient_of(op)))
         self._over(op)
 
     def _over(self, op: Operation) -> None:
         if op.kind in (Kind.UPDATE, Kind.UNDO):
             del self.writer[op.unit]
 
-    def restored(self, turn: int = 0, lags: Sequence[int] = ()) -> None:
+    def restored(self, lags: Sequence[int] = ()) -> None:
         self.require(not self.writer, "states are replaced while something changes them")
         self.newest = [*lags] or [0] * len(self.units)
         self.due = [*self.newest]
@@ -268,6 +255,12 @@ class Facts(Observer):
 
     def at_end(self) -> None:
         self.require(not self.asked and not self.writer, f"the gradients {sorted(self.asked)} are not applied")
+
+
+def gradient_of(op: Operation) -> GradientRecord:
+    """The gradient that an operation moves or applies."""
+    assert op.gradient is not None
+    return op.gradient
 
 
 def key_of(record: GradientRecord) -> Key:
@@ -306,17 +299,18 @@ class Frames(Observer):
                 self.scheduler.lease(unit) in self.filled, f"compute reads unit {unit}, whose lease is not filled"
             )
 
-    def on_reclaim(self, op: Operation) -> None:
-        if op.run is not None:
-            self.require(not self.facts.reads[op.unit], f"unit {op.unit} is evicted while it is used")
-            self.ending.add(op.about)
+    def on_evict(self, op: Operation) -> None:
+        self.require(not self.facts.reads[op.unit], f"unit {op.unit} is evicted while it is used")
+        self.ending.add(op.about)
+
+    on_outdate = on_evict
 
     def reclaimed(self, op: Operation, freed: bool) -> None:
         if freed:
             self.let_go(op)
 
     def let_go(self, op: Operation) -> None:
-        if op.run is None:
+        if op.kind is Kind.ASK:
             return
         filled = op.about in self.filled | self.failed_to_fill or self.plan.ranks_fetch_alike
         self.require(filled, f"the frames of unit {op.unit} are free before they are filled")
@@ -352,14 +346,14 @@ class Homes(Observer):
     def on_fetch(self, op: Operation) -> None:
         unit, held = op.unit, self.held[op.unit][self.front[op.unit]]
         incomplete = any(unit == shared for shared in self.sharing.values())
-        waits = bool(op.gradients) or op.undoing is not None
+        waits = op.gradient is not None or op.undoing is not None
         if waits:
             self.require(self.plan.ranks_fetch_alike, f"FETCH of unit {unit} before its update has ended")
         else:
             self.require(held == op.version, f"FETCH of version {op.version} of unit {unit}, whose home has {held}")
             self.require(not incomplete, f"FETCH of unit {unit}, of which other ranks have a part")
             writer = self.facts.writer.get(unit)
-            apart = self.plan.max_staleness is not None and writer is not None and writer.home != self.front[unit]
+            apart = self.plan.asynchronous and writer is not None and writer.home != self.front[unit]
             undone = writer is None or apart or (writer.kind is Kind.UPDATE and writer.about.has_written)
             self.require(undone, f"FETCH of unit {unit}, which is being written")
         self.fetches[op] = self.front[unit]
@@ -376,7 +370,7 @@ class Homes(Observer):
         self.sharing[op] = op.unit
 
     def on_update(self, op: Operation) -> None:
-        unit, require, asynchronous = op.unit, self.require, self.plan.max_staleness is not None
+        unit, require, asynchronous = op.unit, self.require, self.plan.asynchronous
         same = op.home == self.front[unit]
         require(asynchronous or same is not op.undoable, f"UPDATE of unit {unit} to extent {op.home}")
         read = self.facts.reads[unit] and not self.units[unit].lease_frames and (same or not asynchronous)
@@ -393,7 +387,7 @@ class Homes(Observer):
     def weights_written(self, op: Operation) -> None:
         self.held[op.unit][op.home] = op.version
         del self.before[op]
-        if self.plan.max_staleness is None and not op.undoable:
+        if not self.plan.asynchronous and not op.undoable:
             self.front[op.unit] = op.home
 
     def on_undo(self, op: Operation) -> None:
@@ -416,7 +410,7 @@ class Homes(Observer):
     def others_have_read(self, unit: int) -> None:
         self.lent[unit] -= 1
 
-    def restored(self, turn: int = 0, lags: Sequence[int] = ()) -> None:
+    def restored(self, lags: Sequence[int] = ()) -> None:
         self.require(not self.fetches, "states are replaced while weights are fetched")
         for unit, held in enumerate(self.held):
             held[:] = [lags[unit] if lags else 0] * 2
@@ -434,19 +428,19 @@ class Buffers(Observer):
         self.place: dict[GradientRecord, PageRun] = {}
         self.moving: dict[Operation, GradientRecord] = {}
         """OFFLOADs, SPILLs and RELOADs."""
-        self.read_by: dict[Operation, Sequence[GradientRecord]] = {}
+        self.read_by: dict[Operation, GradientRecord] = {}
         """UPDATEs that read gradients."""
         self.spilled: dict[GradientRecord, int] = {}
         """Gradient -> how many of its parts SSD has."""
 
     def on_offload(self, op: Operation) -> None:
-        (record,) = op.gradients
+        record = gradient_of(op)
         self._check_at_rest(op, but=Kind.OFFLOAD)
         self._take(op, record)
         self.moving[op] = record
 
     def on_spill(self, op: Operation) -> None:
-        (record,) = op.gradients
+        record = gradient_of(op)
         self.require(self.plan.spills, "SPILL where SSD has no room")
         needed = key_of(record) not in self.facts.useless
         self.require(needed, f"SPILL of the gradient {key_of(record)}, which nobody needs")
@@ -455,18 +449,18 @@ class Buffers(Observer):
         self.moving[op] = record
 
     def on_reload(self, op: Operation) -> None:
-        (record,) = op.gradients
+        record = gradient_of(op)
         self._check_at_rest(op)
         self.require(self._is_on_ssd(record), f"RELOAD of the gradient {key_of(record)}, which SSD does not have")
         self._take(op, record)
         self.moving[op] = record
 
     def on_update(self, op: Operation) -> None:
-        for record in op.gradients:
-            self._check_there(record)
-            moved = [each.kind for each, of in self.moving.items() if of is record]
-            self.require(not moved, f"UPDATE with the gradient {key_of(record)} during {moved}")
-        self.read_by[op] = op.gradients
+        record = gradient_of(op)
+        self._check_there(record)
+        moved = [each.kind for each, of in self.moving.items() if of is record]
+        self.require(not moved, f"UPDATE with the gradient {key_of(record)} during {moved}")
+        self.read_by[op] = record
 
     def gradient_used(self, op: Operation) -> None:
         del self.read_by[op]
@@ -484,14 +478,14 @@ class Buffers(Observer):
         self.read_by.pop(op, None)
 
     def _check_at_rest(self, op: Operation, but: Kind | None = None) -> None:
-        record = op.gradients[0]
+        record = gradient_of(op)
         self.require(
             not self._is_busy(record, but), f"{op.kind} of the gradient {key_of(record)}, which is moved or read"
         )
 
     def _is_busy(self, record: GradientRecord, but: Kind | None = None) -> bool:
         moved = any(of is record and op.kind is not but for op, of in self.moving.items())
-        return moved or any(record in records for records in self.read_by.values())
+        return moved or record in self.read_by.values()
 
     def _is_on_ssd(self, record: GradientRecord) -> bool:
         return self.spilled.get(record) == self.facts.arrived[key_of(record)]
@@ -568,7 +562,7 @@ class Checkpoint(Observer):
         self.reading[op] = unit
 
     def on_update(self, op: Operation) -> None:
-        unit, require, before = op.unit, self.require, op.version - len(op.gradients)
+        unit, require, before = op.unit, self.require, op.version - 1
         read_at_home = any(save.unit == unit and save.run is None for save in self.reading)
         require(not read_at_home, f"UPDATE of unit {unit}, which a checkpoint reads")
         require(not (op.undoable and self.under_way), "an UPDATE takes room that a checkpoint needs")
@@ -589,7 +583,7 @@ class Checkpoint(Observer):
     def refused(self, op: Operation) -> None:
         unit = op.unit
         if not op.undoable and self.wanted.get(unit, 0) > self.facts.newest[unit]:
-            self.wanted[unit] -= len(op.gradients)
+            self.wanted[unit] -= 1
         if op.run is not None and unit not in self.copied:
             self._give_back(unit)
 
@@ -650,7 +644,7 @@ class ReadAhead(Observer):
     def on_update(self, op: Operation) -> None:
         unit = op.unit
         ahead = self.ahead.pop(self.units[unit].updater, None)
-        now = op.version - len(op.gradients), self.facts.edition[unit]
+        now = op.version - 1, self.facts.edition[unit]
         stale = ahead is not None and ahead[0] == unit and ahead[1:] != now
         self.require(not stale, f"UPDATE of unit {unit} from states that were read ahead too early")
 

@@ -64,8 +64,6 @@ class Program:
         self.step_number = 0
         self.attempt = 0
         """Steps that were taken, refused or dropped."""
-        self.turn = 0
-        """Steps since the last drain."""
         self.lr = LR
         self.big = 1.0
         """A factor of this step's gradients."""
@@ -79,10 +77,10 @@ class Program:
         self.hooks: list[RemovableHandle] = []
         self.held: list[tuple[torch.Tensor, float, int, int]] = []
         """Views of weights that the program keeps: view, value, layer, step."""
-        self.saving: tuple[Path, list[Truth], int] | None = None
+        self.saving: tuple[Path, list[Truth]] | None = None
         """The checkpoint that is being written."""
         self.save_error: Exception | None = None
-        self.saved: tuple[Path, list[Truth], int] | None = None
+        self.saved: tuple[Path, list[Truth]] | None = None
         """The last complete checkpoint."""
         self.folder = world.folder
 
@@ -133,10 +131,10 @@ class Program:
         if rules.mode == "clipped":
             settings["clip_grad_norm"] = LIMIT if rules.clips else 1e9
         if rules.mode == "asynchronous":
-            settings["update"] = pagoda.Updates("async", max_staleness=rules.staleness)
+            settings["update"] = "async"
             settings["clip_grad_norm"] = LIMIT if rules.clips else None
-        if rules.speculates:
-            settings["update"] = pagoda.Updates(speculate=True)
+        elif not rules.speculates:
+            settings["update"] = pagoda.Updates(speculate=False)
         if rules.announced:
             settings["accumulation_steps"] = rules.accumulation
         rule = WholeSGD() if rules.whole else rules.rule
@@ -468,15 +466,9 @@ class Program:
         """A step is over: what the next one reads."""
         self.step_number += 1
         self.step_begun = False
-        self.turn += 1
-        most = self.rules.staleness if self.rules.mode == "asynchronous" else 0
-        for truth, unit in zip(self.truths, self.units, strict=True):
-            if most:
-                truth.shown = truth.closed
-            if not most or (self.turn + unit.index) % most == 0:
-                truth.closed = truth.asked
-            if not most:
-                truth.shown = truth.asked
+        for truth in self.truths:
+            truth.shown = truth.before if self.rules.mode == "asynchronous" else truth.asked
+            truth.before = truth.asked
 
     def drop(self) -> None:
         """The program drops its gradients. If some are applied, it has to take the step."""
@@ -520,9 +512,7 @@ class Program:
         self.drained()
 
     def drained(self) -> None:
-        self.turn = 0
         for truth in self.truths:
-            truth.closed = truth.asked
             if self.rules.mode != "asynchronous" or not self.step_begun:
                 truth.shown = truth.asked
 
@@ -596,7 +586,7 @@ class Program:
         replaces = [self.saved[0]] if self.saved is not None else []
         self.save_error = None
         self.optimizer.save_checkpoint(path, wait=False, replaces=replaces, on_error=self.save_failed)
-        self.saving = path, [truth.rewound() for truth in self.truths], self.turn
+        self.saving = path, [truth.rewound() for truth in self.truths]
 
     def save_failed(self, error: Exception) -> None:
         self.save_error = error
@@ -604,14 +594,14 @@ class Program:
     def end_checkpoint(self) -> None:
         if self.saving is None:
             return
-        (path, truths, turn), self.saving = self.saving, None
+        (path, truths), self.saving = self.saving, None
         self.optimizer.wait_for_checkpoint()
         if self.save_error is not None:
             self.note("saving has failed:", self.save_error)
             self.check_failure(self.save_error)
             return
         self.check_checkpoint(path, truths)
-        self.saved = path, truths, turn
+        self.saved = path, truths
 
     def check_checkpoint(self, path: Path, truths: list[Truth]) -> None:
         """A checkpoint has the states after the step before it, and the weights that the next one reads."""
@@ -630,7 +620,7 @@ class Program:
     def load(self) -> None:
         """The last checkpoint takes the place of all states."""
         assert self.saved is not None
-        path, truths, turn = self.saved
+        path, truths = self.saved
         self.note("load", path.name)
         self.let_go()
         self.device.finish()
@@ -638,7 +628,7 @@ class Program:
             self.optimizer.load_checkpoint(path)
         self.truths = copy.deepcopy(truths)
         self.attempt += 1
-        self.step_begun, self.turn = False, turn
+        self.step_begun = False
 
     # --- what fails ---
 

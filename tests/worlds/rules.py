@@ -29,7 +29,6 @@ class Rules:
     announced: bool
     speculates: bool
     """Whether all units with room for it are updated before it is known whether gradients are clipped."""
-    staleness: int
     device: bool
     """Whether weights are leased in a separate memory."""
     queued: bool
@@ -98,7 +97,6 @@ class Rules:
             accumulation=rng.choice([1, 1, 2]),
             announced=announced,
             speculates=announced and mode == "clipped" and rng.random() < 0.7,
-            staleness=rng.choice([1, 1, 2, 3]),
             device=device,
             queued=queued,
             ssd=rng.random() < 0.75,

@@ -72,8 +72,8 @@ class Truth:
     """By version, the states of each parameter."""
     shown: int = 0
     """The version that accesses must read."""
-    closed: int = 0
-    """With asynchronous updates: the version that is made now, or was made last."""
+    before: int = 0
+    """The newest version that the last step has asked for."""
     gradients: dict[int, float] = field(default_factory=dict)
     """Slot -> the sum of the gradients of this step that autograd has delivered."""
 
@@ -110,7 +110,7 @@ class Truth:
 
     def rewound(self) -> "Truth":
         """A copy without the gradients of this step, as a checkpoint has it."""
-        return Truth([*self.values], self.shown, self.closed)
+        return Truth([*self.values], self.shown, self.before)
 
 
 def norm_of(truths: Sequence[Truth], sizes: Sequence[Sequence[int]]) -> float:

@@ -228,8 +228,8 @@ class Packing:
         pack: Any = hooks[0]
         return getattr(getattr(pack, "func", pack), "__self__", None) is self
 
-    def begin_anew(self) -> None:
-        """No forward runs in this thread."""
+    def end_leftovers(self) -> None:
+        """No forward runs in this thread. End what a signal's handler has cut off the end of."""
         self.leave_block()
         self._entered.clear()
         self._copies.clear()

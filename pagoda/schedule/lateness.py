@@ -1,0 +1,76 @@
+"""Asynchronous updates: which of them accesses see.
+
+The weights that a step reads lack exactly the gradient of the step before. So an update has the time of a step to run.
+`step()` queues it, and the next `step()` shows its weights to accesses, by PUBLISH. The version that a step reads does
+not depend on when updates end, so ranks agree on it without a message.
+
+`settle` completes the states, so that they can be read from outside, and changes nothing that steps read. A drain also
+shows the result, unless a step has begun. A checkpoint settles, and saves which weights lag, so that a resumed run goes
+on as if nothing had happened.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagoda.schedule.leases import Leases
+from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.updates import UpdateSchedule
+from pagoda.schedule.versions import Versions
+
+
+@dataclass(eq=False, repr=False)
+class Lateness:
+    """Shows asynchronous updates. Does nothing if updates are synchronous.
+
+    Invariants: all accesses of a step see the same version of a unit; an update writes the extent that no step reads.
+    """
+
+    _versions: Versions
+    _leases: Leases
+    _updates: UpdateSchedule
+    _issue: Callable[[Operation], None]
+    step_begun: bool = False
+    """Whether compute has used a unit in a step since the last `step()`."""
+
+    def end_step(self) -> None:
+        """`step()` is about to request updates. Accesses see those of the step before."""
+        self.step_begun = False
+        self.drain()
+
+    def drain(self) -> None:
+        """Accesses see every update from now on, or from the next `step()` on if a step has begun."""
+        if self.step_begun:
+            self.settle()
+            return
+        for unit, weights in enumerate(self._versions.of):
+            if weights.lag:
+                weights.lag = 0
+                weights.front = 1 - weights.front
+                weights.edition += 1
+                self._leases.changed(unit)
+                self._announce(unit)
+                self._publish(unit)
+
+    def settle(self) -> None:
+        """Complete the states. What steps read stays the same."""
+        for unit in range(len(self._versions.of)):
+            self._announce(unit)
+
+    def restored(self) -> None:
+        """Every state has been replaced, and with it the weights that lag."""
+        self.step_begun = False
+        for unit, weights in enumerate(self._versions.of):
+            if weights.lag:
+                self._publish(unit)
+
+    def _announce(self, unit: int) -> None:
+        """Count a unit's latest update as requested. The other ranks' parts of it come now."""
+        weights = self._versions.of[unit]
+        if weights.unannounced is not None:
+            weights.requested = weights.unannounced.record
+            self._updates.share(weights.unannounced)
+            weights.unannounced = None
+
+    def _publish(self, unit: int) -> None:
+        weights = self._versions.of[unit]
+        self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, home=weights.front))
