@@ -54,7 +54,7 @@ _REFUSED = frozenset({"__dlpack__", "__reduce_ex__", "as_strided", "resize_", "r
 """Functions that would keep, replace or look around in the memory of the values, which other weights use too."""
 
 _HARMLESS = frozenset(
-    {"__hash__", "__len__", "__repr__", "_has_compatible_shallow_copy_type", "can_cast", "data_ptr", "dim"}
+    {"__hash__", "__len__", "__repr__", "_has_compatible_shallow_copy_type", "_is_view", "can_cast", "data_ptr", "dim"}
     | {"element_size", "get_device", "grad", "has_names", "is_complex", "is_conj", "is_contiguous"}
     | {"is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed"}
     | {"ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
