@@ -51,7 +51,10 @@ class Optim(TensorRule):
                 f"{label} cannot be run unit by unit: its constructor takes {first!r}, so its update of a parameter "
                 "depends on the parameter's name."
             )
-        probe = Probe(label, lambda params: kind(params, **settings))
+        try:
+            probe = Probe(label, lambda params: kind(params, **settings))
+        except ConfigError as error:
+            raise ConfigError(f"{error} Use another class, or an optimizer of Pagoda's own, such as pagoda.AdamW.") from error
         for name, value in (("kind", kind), ("settings", settings), ("group", probe.group), ("_probe", probe)):
             object.__setattr__(self, name, value)
 
