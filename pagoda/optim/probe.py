@@ -179,7 +179,7 @@ class Probe:
         if shape not in self._by_shape:
             from torch._subclasses.fake_tensor import FakeTensorMode  # takes seconds
 
-            draws = _Draws()
+            draws = _Draws()  # type: ignore[no-untyped-call]
             try:
                 with torch.enable_grad(), warnings.catch_warnings(action="ignore"), FakeTensorMode(), draws:
                     param = torch.nn.Parameter(torch.empty(shape))
@@ -254,7 +254,7 @@ class _UnknownRuleError(Exception):
     """The shapes of a class's states do not follow from a few dimensions of the parameter."""
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether a function draws random numbers."""
 
     random = False
@@ -320,9 +320,9 @@ class _Run:
         _call(optimizer, "train")
         for step in range(_STEPS):
             _take(optimizer, [other], step, first=1)
-        if not torch.equal(pair[0], self._param) or not torch.equal(pair[1], other):
+        if not _same(pair[0], self._param) or not _same(pair[1], other):
             raise ConfigError(f"{self._refused}: a parameter's update depends on the others, or on their order.")
-        if not torch.equal(alone, self._param):
+        if not _same(alone, self._param):
             raise ConfigError(f"{self._refused}: it keeps something outside `state`, so it cannot be resumed.")
 
     def _check_clock(self, step: int, *others: dict[str, Any]) -> None:
@@ -365,6 +365,11 @@ def _take(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], st
         seed = torch.Generator().manual_seed(100 * index + step + 10)
         param.grad = torch.randn(param.shape, generator=seed) * 1e3**index
     optimizer.step()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements, also where they are NaN."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _call(optimizer: torch.optim.Optimizer, method: str) -> None:

@@ -54,7 +54,9 @@ class Optim(TensorRule):
         try:
             probe = Probe(label, lambda params: kind(params, **settings))
         except ConfigError as error:
-            raise ConfigError(f"{error} Use another class, or an optimizer of Pagoda's own, such as pagoda.AdamW.") from error
+            raise ConfigError(
+                f"{error} Use another class, or an optimizer of Pagoda's own, such as pagoda.AdamW."
+            ) from error
         for name, value in (("kind", kind), ("settings", settings), ("group", probe.group), ("_probe", probe)):
             object.__setattr__(self, name, value)
 

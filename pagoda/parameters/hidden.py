@@ -319,7 +319,7 @@ def _call_own(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
 def hide(tensor: Tensor, name: str) -> Tensor:
     """Hide a tensor from now on, in place. `name` is the parameter's name in errors."""
     tensor.hidden_name = name  # type: ignore[attr-defined]
-    tensor._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+    tensor._is_param = isinstance(tensor, nn.Parameter)
     if not isinstance(tensor, Hidden):  # as what a tensor class makes of one is
         tensor.__class__ = hidden_class(type(tensor))
     return tensor

@@ -133,7 +133,7 @@ def _refuse() -> NoReturn:
 
 
 _COMPILED = (
-    "torch.export, torch.jit.script, torch.jit.trace or torch.compile was called on a wrapped model, a part of it, or a "
+    "torch.export, torch.jit.script, torch.jit.trace or torch.compile was called on a wrapped model, a part of it or a "
     "function that runs it. Weights come and go around each forward, which compiled code cannot follow: compile before "
     "wrap() (the model's blocks), and export or trace a model that is not wrapped, with the state_dict() of this one."
 )
