@@ -86,6 +86,7 @@ OF_OBJECTS = {
 }
 """Attributes of objects; what they are called is searched for in the package."""
 OF_INSTANCES = {
+    "_is_param": "hidden parameters are no parameters to torch",
     "_compiled_call_impl": "Module: no hook leases weights",
     "_call_impl": "Module: no hook leases weights",
     "_buffers": "Module: recomputed blocks see buffers that the first forward has changed",
