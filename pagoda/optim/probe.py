@@ -6,8 +6,8 @@ it is matched with the product of some of the parameter's dimensions.
 
 For each shape of the model, the class also takes a step on a parameter of that shape without values (a fake tensor).
 So states may depend on sizes, as those of low rank, in blocks or with a largest dimension do. Where a class needs
-values, the rule found by the tiny shapes holds. An update whose states differ from those found is refused when it
-happens.
+values, it gets them if the parameter is small; for others, the rule found by the tiny shapes holds. An update whose
+states differ from those found is refused when it happens.
 
 A class may count its steps in the param group, which all parameters share, as ADOPT and schedule-free optimizers do.
 Such numbers are its *clock*, provided that they depend on the settings and the number of steps alone: then one step of
@@ -16,7 +16,8 @@ a tiny parameter moves it for all. What depends on gradients, as Prodigy's estim
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import prod
 from typing import Any
@@ -38,8 +39,10 @@ and the tree that they are in."""
 
 COMMON_SHAPES = ((4,), (4, 5), (5, 4), (4, 4), (4, 5, 6), (4, 5, 3, 3))
 """Shapes whose kinds are probed before any model is known, to name the states."""
-_LARGE_SHAPES = ((2**20,), (2**12, 2**13), (2**16, 2**12))
+_LARGE_SHAPES = ((2**8, 2**8), (2**20,), (2**12, 2**13), (2**16, 2**12))
 """Further shapes, without values."""
+_WITH_VALUES = 2**16
+"""Elements of a parameter on which a class that needs values takes its step with values."""
 _SIZES = ((3, 5, 7, 11, 13, 17), (5, 7, 11, 13, 17, 19))
 """Sizes of the distinct dimensions in each of the two runs."""
 _STEPS = 8
@@ -72,7 +75,8 @@ class ProbedKind:
     """By name. A tensor of a list has the name of the list, an underscore, and its index."""
     structure: Structure
     unknown: str = ""
-    """Why the states of a parameter do not follow from its kind, if they depend on its size in another way."""
+    """Why the states of a parameter do not follow from its kind, if they depend on its size in another way, or why the
+    class could be run with values only."""
 
     def entry(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The entry with these values of its states."""
@@ -145,13 +149,14 @@ class Probe:
         if isinstance(found, str):
             raise ConfigError(f"{self.label} cannot update {parameter!r}, of shape {list(shape)}: {found}")
         exact = self._without_values(shape)
-        if not isinstance(exact, str):
-            found = exact
-        elif found.unknown:
+        why = exact if isinstance(exact, str) else exact.unknown
+        if why and found.unknown:
             raise ConfigError(
                 f"{self.label} cannot update {parameter!r}, of shape {list(shape)}: {found.unknown}, and without "
-                f"values, it cannot be run on this shape: {exact}"
+                f"values, it cannot be run on this shape: {why}"
             )
+        if not isinstance(exact, str):
+            found = exact
         for name in found.states.keys() & self.states.keys():
             self._check_dtype(name, self.states[name], found.states[name])
         unknown = sorted(found.states.keys() - self.states.keys())
@@ -180,23 +185,30 @@ class Probe:
             from torch._subclasses.fake_tensor import FakeTensorMode  # takes seconds
 
             draws = _Draws()  # type: ignore[no-untyped-call]
-            try:
-                with torch.enable_grad(), warnings.catch_warnings(action="ignore"), FakeTensorMode(), draws:
-                    param = torch.nn.Parameter(torch.empty(shape))
-                    optimizer = self._make([param])
-                    _call(optimizer, "train")
-                    param.grad = torch.empty(shape)
-                    optimizer.step()
-                kept, found = kept_in(optimizer, param)
-                self._by_shape[shape] = ProbedKind({name: self._as_it_is(name, of) for name, of in kept.items()}, found)
-            except Exception as error:
-                self._by_shape[shape] = f"it raises {type(error).__name__}: {error}"
+            why = ""
+            for mode in (FakeTensorMode(), *([nullcontext()] if prod(shape) <= _WITH_VALUES else ())):
+                try:
+                    with torch.random.fork_rng(devices=[]), torch.enable_grad(), mode, draws:
+                        self._by_shape[shape] = replace(self._after_a_step(shape), unknown=why)
+                    break
+                except Exception as error:
+                    self._by_shape[shape] = why = f"it raises {type(error).__name__}: {error}"
             if draws.random:
                 raise ConfigError(
                     f"{self.label} cannot be run unit by unit: its step draws random numbers for a parameter of shape "
                     f"{list(shape)}."
                 )
         return self._by_shape[shape]
+
+    def _after_a_step(self, shape: tuple[int, ...]) -> ProbedKind:
+        param = torch.nn.Parameter(torch.ones(shape))
+        optimizer = self._make([param])
+        _call(optimizer, "train")
+        param.grad = torch.ones(shape)
+        with warnings.catch_warnings(action="ignore"):
+            optimizer.step()
+        kept, structure = kept_in(optimizer, param)
+        return ProbedKind({name: self._as_it_is(name, value) for name, value in kept.items()}, structure)
 
     def _probed(self, kind: Kind) -> ProbedKind | str:
         """What is kept for a kind, or the class's message if it refuses the kind."""
