@@ -196,6 +196,9 @@ class _Wrapping:
         model, rule, training = self._model, self._rule, self._training
         groups = named_groups(model, param_groups)
         trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
+        in_fp16 = any(self._dtype_of(p) is torch.float16 for name, p in model.named_parameters() if name in trained)
+        if training.precision == "fp16" and training.loss_scale is None and not in_fp16:
+            training = self._training = replace(training, loss_scale=1.0)  # gradients are fp32
         check_placed(model, trained)
         check_memory_is_apart(model, trained)
         for group in groups:

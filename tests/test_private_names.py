@@ -25,6 +25,10 @@ NAMES = {
     "torch._C._autograd._push_saved_tensors_default_hooks": "gradients of gradients hold all weights at once",
     "torch._C._autograd._pop_saved_tensors_default_hooks": "after Ctrl-C, saved-tensor hooks stay behind",
     "torch._C._functorch.peek_interpreter_stack": "forwards under functorch's transforms cannot be refused",
+    "torch._C._get_dispatch_mode": "torch.export, make_fx and fake tensors fail inside Pagoda with errors of torch",
+    "torch._C._TorchDispatchModeKey": "torch.export, make_fx and fake tensors fail inside Pagoda with errors of torch",
+    "torch._C._TorchDispatchModeKey.FAKE": "functions of fake tensors cannot be refused",
+    "torch._C._TorchDispatchModeKey.PROXY": "functions that are recorded cannot be refused",
     "torch._C.DisableTorchFunctionSubclass": "hidden parameters and gradient markers cannot be read by Pagoda itself",
     "torch._C._storage_Use_Count": "a lease cannot be told from a free one: nothing is ever evicted",
     "torch._C._construct_storage_from_data_pointer": "a GPU's leases have no storage of their own",
@@ -82,6 +86,7 @@ OF_OBJECTS = {
 }
 """Attributes of objects; what they are called is searched for in the package."""
 OF_INSTANCES = {
+    "_is_param": "hidden parameters are no parameters to torch",
     "_compiled_call_impl": "Module: no hook leases weights",
     "_call_impl": "Module: no hook leases weights",
     "_buffers": "Module: recomputed blocks see buffers that the first forward has changed",

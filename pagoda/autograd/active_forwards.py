@@ -71,8 +71,8 @@ class ActiveForwards:
     def run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward with `units` leased and their parameters pointing into the leases.
 
-        Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func, which would have
-        to transform leases too.
+        Raises UsageError if the forward writes to a parameter, and inside a transform of torch.func or a trace, which
+        would have to transform leases too.
         """
         with self.alone():
             if self._outermost.locked() or torch._C._current_graph_task_id() != -1:
@@ -245,8 +245,15 @@ class ActiveForwards:
 
 
 def _refuse_transforms() -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    traced = any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+    if traced or torch._C._functorch.peek_interpreter_stack() is not None:
         raise UsageError(
-            "The transforms of torch.func (vmap, grad, jvp, ...) cannot run a wrapped model: use autograd's own "
-            "functions, or transform only what holds no parameters."
+            "Neither the transforms of torch.func (vmap, grad, jvp, ...) nor tracing (torch.export, make_fx, fake "
+            "tensors) can run a wrapped model, because its weights come and go around each forward. For derivatives, "
+            "use torch.autograd (grad, functional, forward_ad). Otherwise transform or trace a model that is not "
+            "wrapped, with the state_dict() of this one."
         )
+
+
+_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+"""Modes in which functions are recorded, or have no values."""

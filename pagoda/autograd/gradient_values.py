@@ -40,7 +40,8 @@ class GradientValues:
     in its buffer, as if it had arrived from autograd, and its norm is taken anew. But a 2-norm comes from the sum of
     squares, and multiplying by one number sets a factor, which the update uses. So clipping reads no gradient.
 
-    On several ranks, all read and write at the same point of their programs, and read the mean over ranks.
+    On several ranks, all read and write at the same point of their programs, and read the mean over ranks. Where ranks
+    divide experts, each reads and writes the gradients of its own experts, at the same point, too.
     """
 
     def __init__(self, stepper: "Stepper") -> None:
@@ -190,6 +191,8 @@ class GradientValues:
         self._accesses.check_usable()
         group, what = self._rank_group, f"{asked_by} on the gradient of {unit.name(slot)!r}"
         if group is not None:
+            if group.mesh.ranks.expert_parallel > 1 and unit.index in self._accesses.plan.layout.expert_units:
+                what = f"{asked_by} on the gradient of parameter {slot} of unit {unit.index}, an expert of each rank"
             group.flush()
             group.announce(what, None)
         gradient = self._gradients.get(unit)

@@ -115,6 +115,7 @@ class ModelHooks:
         """Lease units during every call of a module, including its own hooks. If a module has `_compiled_call_impl`,
         torch calls that instead of everything else. `results_to`: the module computes in RAM, for this device."""
         module.__dict__["__deepcopy__"] = self._engine.__reduce_ex__  # refuses, before parameters are copied
+        module.__dict__["__prepare_scriptable__"] = self._refuse  # torch.jit.script calls it
         call = module._compiled_call_impl
         if call is None:
             call = module._call_impl

@@ -7,7 +7,7 @@ from pagoda.errors import CheckpointError, ConfigError
 
 
 class LossScaler:
-    """The current scale. Without scaling, `scale` is always 1."""
+    """The current scale. Without scaling, or with a fixed scale of 1, `scale` is always 1, and no loss needs it."""
 
     def __init__(self, setting: LossScale | float | None) -> None:
         """`setting` says how the scale changes, or is a fixed scale. None means no scaling.
@@ -22,7 +22,7 @@ class LossScaler:
             check_power_of_two("loss_scale", self.scale)
         self._calm_steps = 0
         """Steps since the scale last changed or a step was skipped."""
-        self.active = setting is not None
+        self.active = setting is not None and setting != 1.0
         self.used = False
         """True once a loss of this step has been scaled."""
         self.skips_always = False

@@ -27,6 +27,7 @@ from pagoda.parameters.hidden import (
     with_gradient,
     write_instead,
 )
+from pagoda.parameters.unit import DATA_GIVEN
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.trace import Phase
 
@@ -87,6 +88,8 @@ class Uses:
             for root in dict.fromkeys(map(root_of, leaves)):
                 if any(given[id(leaf)]._version != versions[id(leaf)] for leaf in leaves if root_of(leaf) is root):
                     _write(states[root], values[root], name, allowed=writes)
+        if in_forward and func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            vars(root_of(args[0])).setdefault(DATA_GIVEN, []).append(result)
         if name in EXPORTS:
             result.setflags(write=False)
         elif not in_forward:

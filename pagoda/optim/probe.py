@@ -2,21 +2,28 @@
 
 Shapes are classified by kind: the number of dimensions, and which of them are 1, which are equal, and which is larger.
 Each kind is run on two tiny shapes. A dimension of a state that differs between the two runs follows the parameter's:
-it is matched with the product of some of the parameter's dimensions. Behaviour for large parameters only is not seen
-here. An update whose states differ from those found is refused when it happens.
+it is matched with the product of some of the parameter's dimensions.
+
+For each shape of the model, the class also takes a step on a parameter of that shape without values (a fake tensor).
+So states may depend on sizes, as those of low rank, in blocks or with a largest dimension do. Where a class needs
+values, it gets them if the parameter is small; for others, the rule found by the tiny shapes holds. An update whose
+states differ from those found is refused when it happens.
 
 A class may count its steps in the param group, which all parameters share, as ADOPT and schedule-free optimizers do.
 Such numbers are its *clock*, provided that they depend on the settings and the number of steps alone: then one step of
 a tiny parameter moves it for all. What depends on gradients, as Prodigy's estimate of the distance, is refused.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from pagoda.errors import ConfigError, UsageError
@@ -26,8 +33,16 @@ Make = Callable[[list[Any]], torch.optim.Optimizer]
 Kind = tuple[int, ...]
 """For each dimension: 0 if its size is 1, otherwise the place of its size, from 1, among the distinct sizes above 1."""
 
+Structure = tuple[tuple[str | None, ...], TreeSpec]
+"""The entry of a parameter in the class's `state`, without its values: their names, with None for a value that is None,
+and the tree that they are in."""
+
 COMMON_SHAPES = ((4,), (4, 5), (5, 4), (4, 4), (4, 5, 6), (4, 5, 3, 3))
 """Shapes whose kinds are probed before any model is known, to name the states."""
+_LARGE_SHAPES = ((2**8, 2**8), (2**20,), (2**12, 2**13), (2**16, 2**12))
+"""Further shapes, without values."""
+_WITH_VALUES = 2**16
+"""Elements of a parameter on which a class that needs values takes its step with values."""
 _SIZES = ((3, 5, 7, 11, 13, 17), (5, 7, 11, 13, 17, 19))
 """Sizes of the distinct dimensions in each of the two runs."""
 _STEPS = 8
@@ -58,12 +73,15 @@ class ProbedKind:
 
     states: Mapping[str, ProbedState]
     """By name. A tensor of a list has the name of the list, an underscore, and its index."""
-    tree: TreeSpec
-    """The entry of a parameter in the class's `state`, without its values, which are in the order of `states`."""
+    structure: Structure
+    unknown: str = ""
+    """Why the states of a parameter do not follow from its kind, if they depend on its size in another way, or why the
+    class could be run with values only."""
 
     def entry(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The entry with these values of its states."""
-        entry: dict[str, Any] = tree_unflatten([values[name] for name in self.states], self.tree)
+        names, tree = self.structure
+        entry: dict[str, Any] = tree_unflatten([None if name is None else values[name] for name in names], tree)
         return entry
 
 
@@ -76,6 +94,8 @@ class Probe:
         self._make = make
         self._by_kind: dict[Kind, ProbedKind | str] = {}
         """kind -> what is kept for it, or why the class refuses it."""
+        self._by_shape: dict[tuple[int, ...], ProbedKind | str] = {}
+        """shape -> what is kept for it, or why running the class without values fails."""
         self._same: dict[frozenset[str], bool] = {}
         self.states: dict[str, ProbedState] = {}
         """Name -> the state, of the first kind that has it."""
@@ -83,14 +103,11 @@ class Probe:
         """The settings in a new param group that are numbers, text or tuples of them."""
         self.clock: set[str] = set()
         """Those that each step changes."""
-        for shape in COMMON_SHAPES:
-            found = self._found(kind_of(shape))
+        for found in (*map(self._found, map(kind_of, COMMON_SHAPES)), *map(self._without_values, _LARGE_SHAPES)):
             for name, state in found.states.items() if not isinstance(found, str) else ():
                 if not name.isidentifier() or name in _TAKEN:
                     raise ConfigError(f"{label} cannot be run: its state {name!r} has a name that Pagoda uses itself.")
-                known = self.states.setdefault(name, state)
-                if (known.dtype, known.number) != (state.dtype, state.number):
-                    raise ConfigError(f"{label} cannot be run: its state {name!r} is not always {known.dtype}.")
+                self._check_dtype(name, self.states.setdefault(name, state), state)
         if all(isinstance(found, str) for found in self._by_kind.values()):
             raise ConfigError(f"{label} cannot be run: {self._by_kind[kind_of(COMMON_SHAPES[1])]}")
 
@@ -131,6 +148,17 @@ class Probe:
         found = self._found(kind_of(shape))
         if isinstance(found, str):
             raise ConfigError(f"{self.label} cannot update {parameter!r}, of shape {list(shape)}: {found}")
+        exact = self._without_values(shape)
+        why = exact if isinstance(exact, str) else exact.unknown
+        if why and found.unknown:
+            raise ConfigError(
+                f"{self.label} cannot update {parameter!r}, of shape {list(shape)}: {found.unknown}, and without "
+                f"values, it cannot be run on this shape: {why}"
+            )
+        if not isinstance(exact, str):
+            found = exact
+        for name in found.states.keys() & self.states.keys():
+            self._check_dtype(name, self.states[name], found.states[name])
         unknown = sorted(found.states.keys() - self.states.keys())
         if unknown:
             raise ConfigError(
@@ -143,6 +171,44 @@ class Probe:
         if kind not in self._by_kind:
             self._by_kind[kind] = self._probed(kind)
         return self._by_kind[kind]
+
+    def _check_dtype(self, name: str, known: ProbedState, state: ProbedState) -> None:
+        if (known.dtype, known.number) != (state.dtype, state.number):
+            raise ConfigError(
+                f"{self.label} cannot be run: its state {name!r} is {known.dtype} for some parameters and "
+                f"{state.dtype} for others."
+            )
+
+    def _without_values(self, shape: tuple[int, ...]) -> ProbedKind | str:
+        """What is kept for a parameter of this shape after one step, or why that is not known."""
+        if shape not in self._by_shape:
+            from torch._subclasses.fake_tensor import FakeTensorMode  # takes seconds
+
+            draws = _Draws()  # type: ignore[no-untyped-call]
+            why = ""
+            for mode in (FakeTensorMode(), *([nullcontext()] if prod(shape) <= _WITH_VALUES else ())):
+                try:
+                    with torch.random.fork_rng(devices=[]), torch.enable_grad(), mode, draws:
+                        self._by_shape[shape] = replace(self._after_a_step(shape), unknown=why)
+                    break
+                except Exception as error:
+                    self._by_shape[shape] = why = f"it raises {type(error).__name__}: {error}"
+            if draws.random:
+                raise ConfigError(
+                    f"{self.label} cannot be run unit by unit: its step draws random numbers for a parameter of shape "
+                    f"{list(shape)}."
+                )
+        return self._by_shape[shape]
+
+    def _after_a_step(self, shape: tuple[int, ...]) -> ProbedKind:
+        param = torch.nn.Parameter(torch.ones(shape))
+        optimizer = self._make([param])
+        _call(optimizer, "train")
+        param.grad = torch.ones(shape)
+        with warnings.catch_warnings(action="ignore"):
+            optimizer.step()
+        kept, structure = kept_in(optimizer, param)
+        return ProbedKind({name: self._as_it_is(name, value) for name, value in kept.items()}, structure)
 
     def _probed(self, kind: Kind) -> ProbedKind | str:
         """What is kept for a kind, or the class's message if it refuses the kind."""
@@ -157,18 +223,30 @@ class Probe:
                 return f"it raises {type(error).__name__}: {error}"
         self.group = runs[0].group
         self.clock |= runs[0].clock
-        (first, tree), (second, other) = (run.kept for run in runs)
-        if tree != other:
-            raise ConfigError(f"{self.label} cannot be run: what it keeps depends on a parameter's size.")
-        return ProbedKind({name: self._state(name, first[name], second[name], shapes) for name in first}, tree)
+        (first, structure), (second, other) = (run.kept for run in runs)
+        states = {name: self._as_it_is(name, value) for name, value in {**second, **first}.items()}
+        try:
+            if structure != other:
+                raise _UnknownRuleError("what it keeps depends on a parameter's size")
+            return ProbedKind({name: self._state(name, first[name], second[name], shapes) for name in first}, structure)
+        except _UnknownRuleError as error:
+            return ProbedKind(states, structure, str(error))
+
+    def _as_it_is(self, name: str, value: Any) -> ProbedState:
+        """A state whose shape is that of this value."""
+        if isinstance(value, bool | int | float):
+            return ProbedState(torch.float64 if isinstance(value, float) else torch.int64, (), type(value))
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            kind = type(value).__name__
+            raise ConfigError(f"{self.label} cannot be run: its state {name!r} is a {kind}, not a tensor or a number.")
+        return ProbedState(value.dtype, tuple(value.shape))
 
     def _state(self, name: str, one: Any, other: Any, shapes: list[tuple[int, ...]]) -> ProbedState:
         """A state, from its values in two runs."""
-        if isinstance(one, bool | int | float):
-            return ProbedState(torch.float64 if isinstance(one, float) else torch.int64, (), type(one))
-        if not isinstance(one, torch.Tensor) or one.layout is not torch.strided or one.dim() != other.dim():
-            kind = type(one).__name__
-            raise ConfigError(f"{self.label} cannot be run: its state {name!r} is a {kind}, not a tensor or a number.")
+        if not isinstance(one, torch.Tensor):
+            return self._as_it_is(name, one)
+        if one.dim() != other.dim():
+            raise _UnknownRuleError(f"its state {name!r} does not always have {one.dim()} dimensions")
         every = range(len(shapes[0]))
         subsets = list(chain.from_iterable(combinations(every, count) for count in range(1, len(every) + 1)))
         dims: list[int | tuple[int, ...]] = []
@@ -176,12 +254,26 @@ class Probe:
             products = (s for s in subsets if [prod(shape[i] for i in s) for shape in shapes] == [size, grown])
             followed = size if size == grown else next(products, None)
             if followed is None:
-                raise ConfigError(
-                    f"{self.label} cannot be run: its state {name!r} is {list(one.shape)} for a parameter of "
-                    f"{list(shapes[0])} and {list(other.shape)} for {list(shapes[1])}, which follows no known rule."
+                raise _UnknownRuleError(
+                    f"its state {name!r} is {list(one.shape)} for a parameter of {list(shapes[0])} and "
+                    f"{list(other.shape)} for {list(shapes[1])}, which follows no known rule"
                 )
             dims.append(followed)
         return ProbedState(one.dtype, tuple(dims))
+
+
+class _UnknownRuleError(Exception):
+    """The shapes of a class's states do not follow from a few dimensions of the parameter."""
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether a function draws random numbers."""
+
+    random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class _Run:
@@ -235,9 +327,14 @@ class _Run:
                 clock.param_groups[0].update(self._numbers[step])
                 _take(clock, [new], step + 1)
                 self._check_clock(step, _numbers_of(together), _numbers_of(clock))
-        if not torch.equal(pair[0], self._param):
-            raise ConfigError(f"{self._refused}: a parameter's update depends on the others.")
-        if not torch.equal(alone, self._param):
+        other = _parameter(self.shape, 1)
+        optimizer = self._make([other])
+        _call(optimizer, "train")
+        for step in range(_STEPS):
+            _take(optimizer, [other], step, first=1)
+        if not _same(pair[0], self._param) or not _same(pair[1], other):
+            raise ConfigError(f"{self._refused}: a parameter's update depends on the others, or on their order.")
+        if not _same(alone, self._param):
             raise ConfigError(f"{self._refused}: it keeps something outside `state`, so it cannot be resumed.")
 
     def _check_clock(self, step: int, *others: dict[str, Any]) -> None:
@@ -262,20 +359,29 @@ def entry_of(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dic
     return {name: value for name, value in optimizer.state.get(param, {}).items() if value is not None}
 
 
-def kept_in(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> tuple[dict[str, Any], TreeSpec]:
+def kept_in(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> tuple[dict[str, Any], Structure]:
     """The same, as in `ProbedKind`."""
     leaves, tree = tree_flatten_with_path(entry_of(optimizer, param))
-    return {"_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): v for path, v in leaves}, tree
+    names = ["_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in leaves]
+    kept = {name: value for name, (_, value) in zip(names, leaves, strict=True) if value is not None}
+    return kept, (tuple(name if name in kept else None for name in names), tree)
 
 
 def _parameter(shape: tuple[int, ...], seed: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def _take(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], step: int) -> None:
-    for index, param in enumerate(params):
-        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * index + step + 10))
+def _take(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], step: int, first: int = 0) -> None:
+    """Take a step with random gradients. Those of the second parameter are larger, as if clipping were needed."""
+    for index, param in enumerate(params, first):
+        seed = torch.Generator().manual_seed(100 * index + step + 10)
+        param.grad = torch.randn(param.shape, generator=seed) * 1e3**index
     optimizer.step()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements, also where they are NaN."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _call(optimizer: torch.optim.Optimizer, method: str) -> None:

@@ -24,12 +24,12 @@ class Optim(TensorRule):
 
     For each parameter, the class is instantiated with the parameter's fp32 master, gets the stored states, and steps
     once. So the bits are those of the class run in memory on fp32 parameters. `probe` finds out what states it keeps,
-    by running it on tiny tensors. These live in pages like any state, numbers too. Numbers in param groups that each
-    step changes, such as a count of steps, change there.
+    by running it on tiny tensors, and without values on the model's shapes. These live in pages like any state,
+    numbers too. Numbers in param groups that each step changes, such as a count of steps, change there.
 
     Raises ConfigError for a class that needs a closure (LBFGS), whose update of one parameter depends on others
-    (Prodigy), on its name (Adam-mini) or on random numbers, that keeps state elsewhere than in ``state`` and param
-    groups, or that refuses ``settings``.
+    (Prodigy), on its place in the group, on its name (Adam-mini) or on random numbers, that keeps state elsewhere than
+    in ``state`` and param groups, or that refuses ``settings``.
     """
 
     name: ClassVar[str] = "Optim"
@@ -51,7 +51,12 @@ class Optim(TensorRule):
                 f"{label} cannot be run unit by unit: its constructor takes {first!r}, so its update of a parameter "
                 "depends on the parameter's name."
             )
-        probe = Probe(label, lambda params: kind(params, **settings))
+        try:
+            probe = Probe(label, lambda params: kind(params, **settings))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} Use another class, or an optimizer of Pagoda's own, such as pagoda.AdamW."
+            ) from error
         for name, value in (("kind", kind), ("settings", settings), ("group", probe.group), ("_probe", probe)):
             object.__setattr__(self, name, value)
 

@@ -7,6 +7,7 @@ of a hidden tensor is hidden too, and is made again from the values for each fun
 from functools import cache, partial, partialmethod
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ GRADIENT = "_pagoda_gradient"
 """Attribute of a hidden tensor that a parameter shows as its gradient. Its `call` carries out functions."""
 _VIEW = "_pagoda_view"
 """Attribute of a view of a hidden tensor: its `_View`."""
+_VIEWS = "_pagoda_views"
+"""Attribute of a hidden tensor with views: id -> view, of those that exist."""
 
 as_plain = torch._C.DisableTorchFunctionSubclass
 """Inside `with as_plain():`, functions get placeholders, and attributes of hidden tensors cost as much as those of
@@ -54,7 +57,7 @@ _REFUSED = frozenset({"__dlpack__", "__reduce_ex__", "as_strided", "resize_", "r
 """Functions that would keep, replace or look around in the memory of the values, which other weights use too."""
 
 _HARMLESS = frozenset(
-    {"__hash__", "__len__", "__repr__", "_has_compatible_shallow_copy_type", "can_cast", "data_ptr", "dim"}
+    {"__hash__", "__len__", "__repr__", "_has_compatible_shallow_copy_type", "_is_view", "can_cast", "data_ptr", "dim"}
     | {"element_size", "get_device", "grad", "has_names", "is_complex", "is_conj", "is_contiguous"}
     | {"is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed"}
     | {"ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
@@ -84,9 +87,7 @@ class Hidden:
             home = vars(first)[HOME].open()
             return home.engine.stepper.values.assign(home.unit, home.slot, args[1])
         if (name, attribute) == ("__set__", "data") and not _is_same(first, args[1]):
-            if is_gradient(first):
-                return _use(func, name, args, kwargs)
-            _refuse("cannot be given other data", args)
+            return _use(func, name, args, kwargs) if is_gradient(first) else _replace_values(first, args[1])
         if name in _REFUSED and not in_forward(first) and not (name == "__reduce_ex__" and is_gradient(first)):
             _refuse(f"cannot be used in {name}()", (args, kwargs))
         is_view = name == "__get__" and attribute in _VIEW_ATTRIBUTES
@@ -184,7 +185,26 @@ def views_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     for index, view in enumerate(views):
         if not isinstance(view, Hidden):
             setattr(hide(view, name_of(of)), _VIEW, _View(of, func, args, kwargs, index))
+            vars(root_of(of)).setdefault(_VIEWS, WeakValueDictionary())[id(view)] = view
     return views
+
+
+def _replace_values(param: Any, values: Any) -> None:
+    """`param.data = values` outside forwards: write the values to pages. Older views keep the older values, as in plain
+    PyTorch."""
+    root = root_of(values) if isinstance(values, Hidden) else param
+    with as_plain():
+        alike = (param.shape, param.dtype, param.device) == (values.shape, values.dtype, values.device)
+    if root is not param or not alike or HOME not in vars(param) or in_forward(param):
+        _refuse("cannot be given this tensor as its data", (param,))
+    values = values.detach().clone()
+    views = {view: view.detach().clone() for view in vars(param).pop(_VIEWS, {}).values()}
+    with torch.no_grad():
+        param.copy_(values)
+    for view, kept in views.items():
+        view.__class__ = type(kept)
+        del vars(view)[_VIEW]
+        view.data = kept
 
 
 def viewed(tensor: Any, values: torch.Tensor) -> torch.Tensor:
@@ -224,7 +244,7 @@ def is_gradient(tensor: Any) -> bool:
 
 def _is_same(tensor: Any, other: Any) -> bool:
     """Whether two tensors are hidden tensors of the same values, as `module.cpu()` gives them to each other."""
-    return isinstance(tensor, Hidden) and isinstance(other, Hidden) and root_of(tensor) is root_of(other)
+    return isinstance(tensor, Hidden) and isinstance(other, Hidden) and undetached(tensor) is undetached(other)
 
 
 def in_forward(tensor: Any) -> bool:
@@ -284,6 +304,8 @@ def hidden_class(kind: type) -> type:
         for name, method in own.items()
         if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(torch.Tensor, name)
     }
+    if kind is nn.Parameter:
+        return hidden_class(torch.Tensor)  # for `nn.Parameter(param)`, which wants the class of `param.detach()`
     untraced: Any = torch.compiler.disable  # its import takes seconds, so it is not used before a model is wrapped
     arrives: Any = classmethod(untraced(vars(Hidden)["__torch_function__"].__func__))
     attributes = {"__module__": __name__, "__slots__": (), "__torch_function__": arrives, **added}
@@ -297,6 +319,7 @@ def _call_own(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
 def hide(tensor: Tensor, name: str) -> Tensor:
     """Hide a tensor from now on, in place. `name` is the parameter's name in errors."""
     tensor.hidden_name = name  # type: ignore[attr-defined]
+    tensor._is_param = isinstance(tensor, nn.Parameter)
     if not isinstance(tensor, Hidden):  # as what a tensor class makes of one is
         tensor.__class__ = hidden_class(type(tensor))
     return tensor

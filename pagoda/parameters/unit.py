@@ -16,6 +16,8 @@ from pagoda.parameters.quantized import QuantizedForm, kept_class
 from pagoda.plan.units import UnitSpec
 
 _DATA: Any = torch.Tensor.data
+DATA_GIVEN = "_data_given"
+"""Attribute of a parameter that a forward may read: the tensors that its `data` has returned."""
 
 
 class ShownParameter(nn.Parameter):
@@ -29,7 +31,7 @@ class ShownParameter(nn.Parameter):
     def data(self) -> torch.Tensor:
         """The values, without autograd."""
         part: torch.Tensor = _DATA.__get__(self)
-        self.__dict__.setdefault("_data_given", []).append(part)
+        self.__dict__.setdefault(DATA_GIVEN, []).append(part)
         return part
 
     @data.setter
@@ -308,7 +310,7 @@ class LiveUnit:
         for slot, version in enumerate(self._versions):
             param = self.params[slot]
             param.__class__ = self._kinds[slot]
-            given = param.__dict__.pop("_data_given", ())
+            given = param.__dict__.pop(DATA_GIVEN, ())
             if param._version != version or any(data._version for data in given):
                 written = self.name(slot)
         self._versions.clear()

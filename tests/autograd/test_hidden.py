@@ -74,6 +74,65 @@ def test_what_asks_for_no_value_of_a_hidden_parameter_is_answered(wrap: Wrap) ->
     assert model.first.weight.mark == "mine"
 
 
+# --- data that is assigned ----------------------------------------------------------------------------------
+
+
+def clip_weights(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data.clamp(-0.1, 0.1)
+
+
+def evaluate_an_average(model: nn.Module) -> None:
+    """The averages take the weights' place for a while. What `data` was before comes back."""
+    backup = {}
+    for name, param in model.named_parameters():
+        backup[name] = param.data
+        param.data = 0.9 * param.data + 0.01
+    with torch.no_grad():
+        model.seen = [*getattr(model, "seen", ()), loss_of(model)]
+    for name, param in model.named_parameters():
+        param.data = backup[name]
+
+
+def keep_views(model: nn.Module) -> None:
+    weight = model.first.weight
+    views = weight.data, weight.view(-1)[:3], weight[0].detach()
+    weight.data = torch.full_like(weight, 0.1)
+    model.seen = [*getattr(model, "seen", ()), *(view.detach().clone() for view in views), weight.detach().clone()]
+
+
+ASSIGNMENTS: dict[str, Callable[[nn.Module], object]] = {
+    "clipped": clip_weights,
+    "average": evaluate_an_average,
+    "older views": keep_views,
+    "transposed": lambda model: setattr(model.first.weight, "data", model.first.weight.data.t()),
+    "of all": lambda model: model._apply(lambda tensor: tensor * 0.5),
+}
+
+
+@each_once(change=[*ASSIGNMENTS], memory=[RESIDENT, ARENA])
+def test_data_is_assigned_between_steps_as_in_plain_pytorch(change: str, memory: pagoda.Memory, wrap: Wrap) -> None:
+    plain = Scaled()
+    model, optimizer = wrap(Scaled(), memory, rule=pagoda.Optim(torch.optim.SGD, lr=0.1), precision="fp32")
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        assert step(model, optimizer) == step(plain, theirs)
+        ASSIGNMENTS[change](model)
+        ASSIGNMENTS[change](plain)
+    for name, param in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).detach().clone(), param)
+    for mine, other in zip(getattr(model, "seen", ()), getattr(plain, "seen", ()), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_data_that_other_weights_would_share_or_that_differs_in_form_is_refused(wrap: Wrap) -> None:
+    model, _ = wrap(Scaled(), precision="fp32")
+    weight = model.first.weight
+    for other in (model.last.weight, model.last.weight.data, torch.ones(3), torch.ones_like(weight).double()):
+        with pytest.raises(pagoda.UsageError, match=r"'first\.weight' cannot be given this tensor as its data"):
+            weight.data = other
+
+
 # --- forwards that write ------------------------------------------------------------------------------------
 
 
@@ -116,6 +175,20 @@ def test_a_write_inside_a_forward_is_refused(write: str, frozen: bool, memory: p
     model._write = twin._write
     losses = [step(model, optimizer) for _ in range(3)]
     assert memory is RESIDENT or losses == [step(twin, twin_optimizer) for _ in range(3)]
+
+
+@pytest.mark.parametrize("memory", [RESIDENT, ARENA], ids=["ram", "arena"])
+def test_a_write_to_the_data_of_another_modules_parameter_in_a_forward_is_refused(
+    memory: pagoda.Memory, wrap: Wrap
+) -> None:
+    class Clamping(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model, _ = wrap(Clamping(), memory)
+    with pytest.raises(pagoda.UsageError, match=r"'last\.weight'.*inside a forward.*modify=True"):
+        loss_of(model)
 
 
 def test_a_write_inside_a_compiled_forward_is_refused(wrap: Wrap) -> None:

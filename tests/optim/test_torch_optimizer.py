@@ -1,6 +1,7 @@
 """`pagoda.Optim` finds out what a class keeps, runs its own code, and refuses what cannot be run unit by unit."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,12 +99,70 @@ class Counting(Step):
         param.add_(param.grad, alpha=-group["lr"] * state["scale"] / state["count"])
 
 
-class LargeOnly(Step):
-    """Keeps a state for large parameters only."""
+class LateState(Step):
+    """Keeps a state from its tenth step on."""
 
     def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        if param.numel() > 1_000_000:
+        if self.seen > 9:
             self.state[param]["extra"] = torch.zeros(1)
+
+
+class InBlocks(Step):
+    """Keeps a number for each 16 elements, the last ones included."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        of = self.state[param].setdefault("largest", torch.zeros(-(-param.numel() // 16)))
+        padded = torch.nn.functional.pad(param.grad.flatten(), (0, 16 * len(of) - param.numel()))
+        of.copy_(torch.maximum(of, padded.view(-1, 16).abs().amax(1)))
+        param.sub_(param.grad / of.repeat_interleave(16)[: param.numel()].view_as(param), alpha=group["lr"])
+
+
+class UpToASize(Step):
+    """Keeps a matrix for each dimension of at most 16, as SOAP and Shampoo do, and None for others."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        kept = self.state[param].setdefault("by_dim", [torch.zeros(n, n) if n <= 16 else None for n in param.shape])
+        for dim, of in enumerate(kept):
+            if of is not None:
+                rows = param.grad.transpose(0, dim).reshape(param.shape[dim], -1)
+                param.sub_(of.add_(rows @ rows.T).trace() * param, alpha=group["lr"])
+
+
+class LowRank(Step):
+    """Keeps a rank of 4 of what is large, as GaLore does, and all of what is small."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        state, grad = self.state[param], param.grad
+        if param.dim() < 2 or min(param.shape) < 16:
+            param.sub_(state.setdefault("mean", torch.zeros_like(param)).lerp_(grad, 0.1), alpha=group["lr"])
+        else:
+            basis = state.setdefault("basis", torch.linalg.qr(grad)[0][:, :4].clone())
+            mean = state.setdefault("of_rank", torch.zeros(4, param.shape[1])).lerp_(basis.T @ grad, 0.1)
+            param.sub_(basis @ mean, alpha=group["lr"])
+
+
+class ByIndex(Step):
+    """Later parameters of a group move less."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        index = next(index for index, other in enumerate(group["params"]) if other is param)
+        param.add_(param.grad, alpha=-group["lr"] / (1 + index))
+
+
+class ClippedTogether(Step):
+    """Limits the norm of all gradients, to more than that of a few small ones."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        norm = sum(p.grad.square().sum() for p in group["params"]) ** 0.5
+        param.sub_(param.grad / max(1.0, norm / 100), alpha=group["lr"])
+
+
+class NoisyIfLarge(Step):
+    """Adds noise to large parameters."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        if param.numel() > 10_000:
+            param.add_(torch.randn_like(param), alpha=group["lr"])
 
 
 def kept_by(rule: Optim, name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -217,6 +276,9 @@ def test_a_closure_is_refused_by_name() -> None:
         (Named, "takes 'named_parameters', so its update .* depends on the parameter's name"),
         (Noisy, "draws random numbers"),
         (Listed, "changes from step to step"),
+        (ByIndex, "depends on .* their order"),
+        (ClippedTogether, "depends on the others"),
+        (NoisyIfLarge, r"draws random numbers for a parameter of shape \[256, 256\].*such as pagoda\.AdamW"),
         (torch.optim.SparseAdam, "SparseAdam cannot be run"),
     ],
 )
@@ -238,6 +300,37 @@ def test_what_a_class_refuses_is_said_with_the_parameters_name() -> None:
 
 
 def test_states_that_tiny_tensors_do_not_show_are_refused_when_they_come() -> None:
-    rule = Optim(LargeOnly)
+    rule = Optim(LateState)
+    object.__setattr__(rule, "kind", partial(_old, LateState))
     with pytest.raises(UsageError, match="extra"):
-        rule.update(1, torch.zeros(1001, 1000), torch.zeros(1001, 1000), {})
+        rule.update(1, torch.zeros(10, 10), torch.zeros(10, 10), {})
+
+
+def _old(kind: Any, params: Any) -> Optimizer:
+    optimizer = kind(params)
+    optimizer.seen = 20
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [InBlocks, UpToASize, LowRank])
+def test_states_may_depend_on_a_parameters_size(kind: type[Step]) -> None:
+    rule = Optim(kind)
+    for shape in ((6, 8), (24, 40), (24, 5), (37,)):
+        weight = gradient(shape, 0)
+        parameter, kept = torch.nn.Parameter(weight.clone()), kept_by(rule, "p", shape)
+        theirs = kind([parameter])
+        for step in range(1, 4):
+            parameter.grad = gradient(shape, step)
+            theirs.step()
+            rule.update(step, weight, gradient(shape, step), kept)
+        assert torch.equal(weight, parameter.detach())
+
+
+def test_states_without_a_rule_for_their_shape_are_refused_before_the_first_step() -> None:
+    class Sparse(Step):
+        def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+            self.state[param]["chosen"] = (param.grad > param.grad.median()).nonzero()
+
+    rule = Optim(Sparse)
+    with pytest.raises(ConfigError, match=r"cannot update 'p', of shape \[9\].*'chosen'.*no known rule"):
+        kept_by(rule, "p", (9,))

@@ -168,17 +168,38 @@ def joined(results: list[dict[str, Any]], what: str) -> dict[str, Any]:
     return {name: v for result in results for name, v in result[what].items() if not name.endswith("calls")}
 
 
+def change_gradients(optimizer: Any, *_: Any) -> None:
+    """Read and write each gradient as a tensor."""
+    for param in optimizer.param_groups[0]["params"]:
+        largest = param.grad.abs().max()
+        param.grad.clamp_(-0.5 * largest, 0.5 * largest)[0] *= 0.5
+        param.grad = param.grad - param.grad.mean()
+
+
 def train_pipeline(
-    out: Path, schedule: str = "1f1b", steps: int = 3, scale_grads: bool = False, **settings: Any
+    out: Path,
+    schedule: str = "1f1b",
+    steps: int = 3,
+    scale_grads: bool = False,
+    changes: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train a stage in pages."""
+    """Train a stage in pages. `changes`: the values of gradients are changed before each step."""
     model, parts, optimizer, mesh = wrapped(out, schedule, **settings)
+    if changes:
+        optimizer.register_step_pre_hook(change_gradients)
     outcome = take_steps(schedule, parts, optimizer, mesh, range(steps), scale_grads)
     return left_behind(model, optimizer, outcome, state_of)
 
 
 def train_alone(
-    out: Path, groups: int = 1, steps: int = 3, divided: dict[str, Any] | None = None, experts: int = 0, **settings: Any
+    out: Path,
+    groups: int = 1,
+    steps: int = 3,
+    divided: dict[str, Any] | None = None,
+    experts: int = 0,
+    changes: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train the whole model without stages, in RAM, on the micro-batches of so many pipelines, of which each rank takes
     its share."""
@@ -186,6 +207,8 @@ def train_alone(
     model = Part(range(BLOCKS), experts)
     memory = pagoda.Memory(host="64MiB", page_size=PAGE, unit_limit="64KiB")
     model, optimizer = pagoda.wrap(model, memory=memory, mesh=mesh, **{"precision": "bf16", **settings_of(**settings)})
+    if changes:
+        optimizer.register_step_pre_hook(change_gradients)
     generator, outcome = torch.Generator().manual_seed(1), Outcome()
     for _ in range(steps):
         ids = torch.randint(VOCABULARY, (groups, MICRO_BATCHES * BATCH, LENGTH), generator=generator)

@@ -811,6 +811,24 @@ def use_gradients(out: Path, uses: list[str], stage: int, ssd: bool, clips: bool
     return found
 
 
+def gradients_of_experts(out: Path, model: str, expert_parallel: int) -> dict[str, torch.Tensor]:
+    """The gradients of the experts that this rank has, after each was clamped; a step follows."""
+    torch.manual_seed(0)
+    mesh, memory = pagoda.open_mesh(expert_parallel=expert_parallel), pagoda.Memory(host="1GiB", unit_limit="64KiB")
+    mixture, optimizer = pagoda.wrap(build_model(model, seq_len=16), pagoda.AdamW(), memory=memory, mesh=mesh)
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(place()[0]))
+    loss_of(mixture(input_ids=ids, labels=ids)).backward()
+    experts = {name: param for name, param in mixture.named_parameters() if ".experts." in name}
+    found = {}
+    for name, param in experts.items():
+        found[f"{name} as it was"] = param.grad.clone()
+        param.grad.clamp_(-1e-3, 1e-3)
+        found[name] = param.grad.clone()
+    optimizer.step()
+    optimizer.close()
+    return found
+
+
 def read_gradients_alone(out: Path, how: str) -> str:
     """The error of a rank that reads or writes a gradient while the other goes on."""
     memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)

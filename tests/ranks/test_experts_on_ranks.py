@@ -123,6 +123,17 @@ def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankSe
     assert all(not torch.equal(one, other) for one, other in combinations(first, 2) if one.shape == other.shape)
 
 
+def test_each_rank_reads_and_writes_the_gradients_of_its_experts(ranks: RankServer, tmp_path: Path) -> None:
+    model = write_mixture("mixtral-15m", tmp_path / "model", layers=1)
+    of_each = ranks.run("gradients_of_experts", 2, tmp_path / "divided", model=model, expert_parallel=2)
+    shared, _ = ranks.run("gradients_of_experts", 2, tmp_path / "shared", model=model, expert_parallel=1)
+    divided = {name: grad for found in of_each for name, grad in found.items()}
+    assert sum(map(len, of_each)) == len(divided) == len(shared)  # no rank has another's experts
+    for name, grad in shared.items():
+        torch.testing.assert_close(divided[name], grad, rtol=1e-3, atol=1e-6)
+        assert name.endswith("as it was") or grad.abs().max() == pytest.approx(1e-3)
+
+
 @pytest.mark.parametrize("model", ["mixtral-15m", pytest.param("t5-moe-15m", marks=pytest.mark.slow)])
 def test_full_states_of_divided_experts_hold_all_of_them(model: str, ranks: RankServer, tmp_path: Path) -> None:
     name = write_mixture(model, tmp_path / "model")

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "1f1b",
         {"kind": "arena-ssd", "clip_grad_norm": CLIP, "precision": "fp16", "by_torch": True},
     ),
+    "gpipe, values of gradients": ("gpipe", {"kind": "ssd", "changes": True, "precision": "fp32"}),
     "gpipe, updates during backward": ("gpipe", {"kind": "ssd", "accumulation_steps": 4}),
     "1f1b, inputs of blocks on ssd": (
         "1f1b",
@@ -67,7 +68,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 CASES |= {name: ("1f1b", {"clip_grad_norm": CLIP, **settings}) for name, settings in FEATURES.items()}
 SLOW |= FEATURES.keys()
-OF_ARITHMETIC = ("clip_grad_norm", "precision", "rule", "tiles", "late")
+OF_ARITHMETIC = ("changes", "clip_grad_norm", "precision", "rule", "tiles", "late")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])

@@ -5,6 +5,7 @@ Each of these would train nothing in silence, or fail somewhere inside torch.
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from pairwise import each_once
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import pagoda
 
@@ -201,6 +204,45 @@ def test_tracing_after_wrap_is_refused(wrap: Wrap) -> None:
     layer, _ = wrap(nn.Linear(8, 8), precision="fp32")
     with pytest.raises(pagoda.UsageError, match=r"torch\.jit\.trace .*state_dict\(\)"):
         torch.jit.trace(layer, torch.ones(1, 8))
+
+
+def _in(mode: Any) -> Callable[[Any], object]:
+    def run(model: Any) -> object:
+        with mode():
+            return model(torch.ones(2, 16))
+
+    return run
+
+
+TRACES: dict[str, Callable[[Any], object]] = {
+    "export": lambda model: torch.export.export(model, (torch.ones(2, 16),)),
+    "script": torch.jit.script,
+    "script of a part": lambda model: torch.jit.script(model.body),
+    "script of what contains it": lambda model: torch.jit.script(nn.Sequential(model)),
+    "make_fx": lambda model: make_fx(model)(torch.ones(2, 16)),
+    "linearize": lambda model: torch.func.linearize(model, torch.ones(2, 16)),
+    "fake tensors": _in(partial(FakeTensorMode, allow_non_fake_inputs=True)),
+    "no hooks": _in(partial(torch.autograd.graph.disable_saved_tensors_hooks, "none, please")),
+}
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_what_records_a_forward_is_refused_with_the_way_out(trace: str, wrap: Wrap) -> None:
+    model, optimizer = wrap(fresh(), precision="fp32")
+    with pytest.raises(pagoda.UsageError, match=r"state_dict\(\) of this one|Hooks for saved tensors are disabled"):
+        TRACES[trace](model)
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def test_a_parameter_of_a_parameter_shows_its_values(wrap: Wrap) -> None:
+    model, _ = wrap(fresh(), precision="fp32")
+    weight = model.body.weight
+    other = nn.Parameter(weight)
+    (other * other).sum().backward()
+    assert torch.equal(other.detach().clone(), weight.detach().clone())
+    assert torch.equal(other.grad, 2 * weight.detach().clone())
+    assert weight.grad is None
 
 
 def test_a_whole_graph_of_a_wrapped_model_is_refused(wrap: Wrap) -> None:

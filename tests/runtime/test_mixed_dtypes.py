@@ -266,3 +266,38 @@ def test_adapters_in_fp32_over_a_base_in_bf16_train_as_in_plain_peft(tmp_path: P
     assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
         torch.bfloat16
     }
+
+
+class HalfFrozen(nn.Module):
+    """A frozen layer in fp16 and adapters in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(16, 16, dtype=torch.float16).requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 2), nn.Linear(2, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.frozen(x.half()).float() + self.up(self.down(x))).square().mean()
+
+
+def test_a_frozen_base_in_fp16_needs_no_loss_scale_and_adapters_in_fp16_do() -> None:
+    plain, rule = HalfFrozen(), pagoda.Optim(torch.optim.SGD, lr=0.1)
+    theirs = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = pagoda.wrap(HalfFrozen(), rule, memory=RESIDENT)
+    with optimizer:
+        assert not optimizer.scales_loss
+        for number in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+            losses = [each(x) for each in (model, plain)]
+            assert losses[0].item() == losses[1].item()
+            for loss, each in zip(losses, (optimizer, theirs), strict=True):
+                loss.backward()
+                each.step()
+                each.zero_grad()
+        assert all(torch.equal(model.get_parameter(name), param) for name, param in plain.named_parameters())
+    half = HalfFrozen()
+    half.up.half()
+    _, optimizer = pagoda.wrap(half, rule, memory=RESIDENT)
+    with optimizer:
+        assert optimizer.scales_loss

@@ -123,14 +123,17 @@ def refusal() -> Callable[[], NoReturn]:
     It is made when a model is wrapped, because importing torch's compiler takes longer than importing Pagoda.
     """
     marked: Callable[[], NoReturn] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-        _refuse, reason="torch.compile reached a model that pagoda.wrap() wrapped: compile before wrap()"
+        _refuse, reason=_COMPILED
     )
     return marked
 
 
 def _refuse() -> NoReturn:
-    raise UsageError(
-        "torch.compile or torch.jit.trace was called on a wrapped model, a part of it, or a function that runs it. "
-        "Weights come and go around each forward, which compiled code cannot follow: compile the model's blocks before "
-        "wrap(), and trace a model that is not wrapped, with the state_dict() of this one."
-    )
+    raise UsageError(_COMPILED)
+
+
+_COMPILED = (
+    "torch.export, torch.jit.script, torch.jit.trace or torch.compile was called on a wrapped model, a part of it or a "
+    "function that runs it. Weights come and go around each forward, which compiled code cannot follow: compile before "
+    "wrap() (the model's blocks), and export or trace a model that is not wrapped, with the state_dict() of this one."
+)

@@ -212,7 +212,14 @@ class Packing:
         elif top is not None and top[0] != self._pack:
             pack = partial(self._pack_inside, top)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        hooks.__enter__()  # raises where hooks are disabled
+        try:
+            hooks.__enter__()
+        except RuntimeError as error:
+            raise UsageError(
+                f"Hooks for saved tensors are disabled ({error}), but a wrapped model saves references to weights by "
+                "such hooks: call it outside `with torch.autograd.graph.disable_saved_tensors_hooks(...)`, or under "
+                "torch.no_grad()."
+            ) from error
         self._entered.append((pack, hooks))
         return True
 
