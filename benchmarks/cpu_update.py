@@ -35,8 +35,10 @@ from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, kernels
 from pagoda.optim.codecs import Moments
 from pagoda.optim.flat import encode_moment
+from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
+from pagoda.optim.warm import warm_up
 from script import machine, write
 
 CACHED = 1 << 14
@@ -162,7 +164,7 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
         kept, states = gradient_dtype(gradients), states_of(weights, params)
         gradient, name = filled(params, kept, 1.0), f"adamw {weights}, gradients {gradients}"
         made += rule_rows(name, AdamW(), weights, states, gradient, sweeper)
-        arriving = kernels.arriving_dtype(kept, states[0].dtype)
+        arriving = arriving_dtype(kept, states[0].dtype)
         if (kept, arriving) in ((torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
             made += gradient_rows(f"{weights} to {gradients}", kept, arriving, params, sweeper)
     return made
@@ -185,7 +187,7 @@ def gradient_rows(name: str, kept: torch.dtype, arriving: torch.dtype, params: i
     """What stores gradients in a dtype, or adds them up in it."""
     pair, made = [filled(params, kept, 1.0), filled(params, arriving, 1.0)], []
     for verb, roof, touched in (("store", roof_store, kept.itemsize), ("add", roof_add, 2 * kept.itemsize)):
-        block = by_address(getattr(kernels.gradient_kernels(kept, arriving), f"{verb}_gradient"), pair)
+        block = by_address(getattr(gradient_kernels(kept, arriving), f"{verb}_gradient"), pair)
         made += beside_roof(f"{verb} gradient {name}", touched + arriving.itemsize, block, roof, pair, sweeper)
     return made
 
@@ -199,7 +201,7 @@ def rule_rows(
     sweeper: Sweeper,
 ) -> list[Row]:
     """A rule's update with gradients of some dtype."""
-    kernels.warm_up(rule, precision, gradient.dtype)
+    warm_up(rule, precision, gradient.dtype)
     streams = [*states[: len(rule.states(precision))], gradient]
     moved = 2 * sum(stream.element_size() for stream in streams[:-1]) + gradient.element_size()
     kernel = kernels.update_kernel(rule, precision, gradient.dtype)
@@ -221,7 +223,7 @@ def elsewhere_rows(
 ) -> list[Row]:
     """The same update into other memory, and after a copy of the old states to it."""
     kernel, specs, noise = update_kernel(rule, precision, elsewhere=True), rule.states(precision), rule.noise("", 100)
-    kernels.warm_up(rule, precision, elsewhere=True)
+    warm_up(rule, precision, elsewhere=True)
     others = [filled(len(state), state.dtype, 0.0) for state in states]
 
     def addresses(tensors: list[torch.Tensor], start: int) -> list[int]:
@@ -256,7 +258,7 @@ def compressed_rows(
     specs = rule.states(precision)
     tensors = [*weights, *(kept[spec.name] for spec in specs[len(weights) :])]
     kernel = kernels.update_kernel(rule, precision)
-    kernels.warm_up(rule, precision)
+    warm_up(rule, precision)
     noise = rule.noise("weight", 100)
 
     def block(start: int, n: int) -> None:

@@ -24,8 +24,8 @@ from pagoda.errors import BudgetError, StorageError, UsageError
 from pagoda.memory.page import PageRun
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
-from pagoda.optim.kernels import warm_up
 from pagoda.optim.rule import PRECISIONS, Rule
+from pagoda.optim.warm import warm_up
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.placement import LEASES

@@ -161,7 +161,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "optim/test_settings.py",
         ),
     },
-    "optim/adafactor.py": {
+    "optim/factors.py": {
         "Adafactor's blocks have another number of rows": (
             "ROWS, COLUMNS, LANES = 64, 1024, 128",
             "ROWS, COLUMNS, LANES = 32, 1024, 128",

@@ -18,6 +18,7 @@ from pagoda import jit
 from pagoda.memory.ssd import xxh3
 from pagoda.optim import adafactor_kernels, kernels
 from pagoda.optim.arithmetic import FP32, PLAIN
+from pagoda.optim.gradient_kernels import gradient_kernels
 
 SOURCE = """
 from pagoda.jit import kernel
@@ -111,7 +112,7 @@ def _inlined(kernel: Any) -> Iterator[Any]:
 def test_kernels_inline_only_what_their_cache_depends_on() -> None:
     rules = (*PLAIN, "of 8-bit moments")
     used: list[Any] = [kernels.compiled(name, FP32, FP32, elsewhere, False) for name in rules for elsewhere in (0, 1)]
-    used += [*kernels.gradient_kernels(torch.bfloat16), kernels.halves(torch.bfloat16, True)]
+    used += [*gradient_kernels(torch.bfloat16), kernels.halves(torch.bfloat16, True)]
     used += [value for module in (adafactor_kernels, xxh3) for value in vars(module).values()]
     used = [value for value in used if isinstance(value, CPUDispatcher)]
     package = Path(jit.__file__).parent

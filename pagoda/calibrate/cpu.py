@@ -18,7 +18,8 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.ram import ram_bytes
 from pagoda.optim import AdamW
 from pagoda.optim.gradient_kernels import gradient_kernels
-from pagoda.optim.kernels import update_kernel, warm_up
+from pagoda.optim.kernels import update_kernel
+from pagoda.optim.warm import warm_up
 from pagoda.plan.layout import BLOCK_ELEMENTS, BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.lanes import Lane, wait_all

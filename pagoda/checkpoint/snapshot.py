@@ -130,7 +130,7 @@ class Snapshot:
         kept = KeptPages.of(self._engine, replaces)
         specs = self._specs(states, contents, kept, apart_specs)
         extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
-        late = frozenset(unit for unit, lag in enumerate(self._engine.scheduler.versions.lags) if lag)
+        late = frozenset(unit.index for unit in self._engine.units if self._engine.scheduler.weights(unit.index).lag)
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
         write = partial(self._write, directory, capture, kept, specs, copies, content, replaces)
         self._engine.saver.start(write, on_error)

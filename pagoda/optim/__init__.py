@@ -7,7 +7,8 @@ of torch. ``probe`` finds out which states such a class keeps.
 
 ``arithmetic`` has the code of these definitions, for the CPU and the GPU. The ``kernels`` files run it in loops on the
 CPU; the runtime's threads call them by address. ``flat`` calls them on tensors. The ``triton`` files run it on a GPU.
-This file imports none of them, so that reading a configuration does not load Numba.
+``warm`` compiles all of them before the first step. This file imports none of them, so that reading a configuration
+does not load Numba.
 """
 
 from pagoda.optim.adafactor import Adafactor

@@ -18,7 +18,7 @@ RMS(x) is the root of the mean square. eps1 is the epsilon of fp32 if it is None
     m    = m * beta1 + u * (1 - beta1);  u = m      where there is a first moment
     w    = w * (1 - lr * weight_decay) - u
 
-All this is fp32, and each operation is rounded once. `update_factors` has the factors, `arithmetic` the rest.
+All this is fp32, and each operation is rounded once. `factors` has the factors, `arithmetic` the rest.
 
 **Sums** are fp64. Their order depends on the parameter's shape alone, so the CPU and the GPU give the same bits. To
 *fold* n values is to add the second half to the first, repeatedly, until one value is left. The length of the first
@@ -42,11 +42,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pagoda.config.training import Precision
 from pagoda.optim.rule import Shape, StateSpec, TensorRule, are_values, fp32, is_number
-
-ROWS, COLUMNS, LANES = 64, 1024, 128
-"""Rows and columns of a block, and sums per row."""
 
 
 def _rows(_name: str, shape: Shape) -> Shape | None:
@@ -148,61 +144,9 @@ class Adafactor(TensorRule):
         numbers = grad_scale, float(step) ** self.beta2_decay, eps1, eps1 * eps1, rate, least, self.d
         return tuple(map(fp32, (*numbers, 1 - self.lr * self.weight_decay, beta1, 1 - beta1)))
 
-    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-        """Compile the kernels of a device, or load them from their cache, by updating zeros."""
-        shape = 4, 4
-        states = self._new_states(precision, shape, device)
-        weight, low = states.pop("weight"), states.pop("weight_low", None)
-        self.update(1, weight, torch.zeros(shape, dtype=gradient, device=device), states, low)
-
 
 def as_matrices(shape: Shape) -> tuple[int, int, int]:
     """(matrices, rows, columns) of a parameter, which is updated as a stack of matrices."""
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     return math.prod(shape[:-2]), shape[-2], shape[-1]
-
-
-def update_factors(
-    states: Mapping[str, torch.Tensor],
-    by_column: torch.Tensor,
-    by_row: torch.Tensor,
-    shape: tuple[int, int, int],
-    share: float,
-    eps: float,
-) -> torch.Tensor:
-    """Update the factors of a parameter in place. Returns `r` of each row of all matrices.
-
-    by_column, by_row: sums of squares of gradients in fp64, of columns [groups of rows, matrices, columns] and of rows
-    [blocks of columns, rows of all matrices]. share, eps: the second and third of `Adafactor.scalars`.
-    """
-    matrices, rows, columns = shape
-    row_var = states.get("row_var")
-    _update_factor(states["variance" if row_var is None else "col_var"], by_column, rows, share)
-    if row_var is None:
-        return torch.ones(rows, device=by_row.device)
-    _update_factor(row_var, by_row, columns, share)
-    of_rows = row_var.view(matrices, rows)
-    means = _mean(of_rows.T.double(), rows)
-    return (of_rows / means.where(~(means < eps), eps)[:, None]).view(-1)
-
-
-def _update_factor(factor: torch.Tensor, squares: torch.Tensor, count: int, share: float) -> None:
-    flat = factor.view(-1)
-    flat += (_mean(squares, count).view(-1) - flat) * share
-
-
-def _mean(sums: torch.Tensor, count: int) -> torch.Tensor:
-    """The mean in fp32 of `count` values with these sums."""
-    # The divisor is a tensor: with a number, torch multiplies by its inverse on CUDA.
-    return folded(sums).float() / torch.full((1,), float(count), device=sums.device)
-
-
-def folded(sums: torch.Tensor) -> torch.Tensor:
-    """The sum over the first dimension, folded in place. torch's additions round once."""
-    n = len(sums)
-    while n > 1:
-        half = 1 << (n - 1).bit_length() - 1
-        sums[: n - half] += sums[half:n]
-        n = half
-    return sums[0]

@@ -13,9 +13,9 @@ import torch
 from numba import carray
 
 from pagoda.jit import kernel, part
-from pagoda.optim.adafactor import COLUMNS, LANES, ROWS, update_factors
 from pagoda.optim.arithmetic import FORMS, FP32, adafactor_element, adafactor_rate, factored_update
 from pagoda.optim.elements import load, load_master, masters_at, store_master, values_at
+from pagoda.optim.factors import COLUMNS, LANES, ROWS, update_factors
 from pagoda.optim.jit import on_stack, pointer, rounded
 
 

@@ -51,9 +51,8 @@ from pagoda.optim.arithmetic import (
 )
 from pagoda.optim.codecs import BLOCK, CUT
 from pagoda.optim.elements import load, load_master, masters_at, store, store_master, stream, values_at
-from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.jit import add, fence, fp32, on_stack, pointer, room, rounded, word
-from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 UpdateKernel = Callable[..., None]
 """``(*addresses of the rule's states in their order, gradient address, n, *targets, *noise, *scalars)``. targets is
@@ -307,25 +306,3 @@ def convert_moment(values: int, codes: int, floors: int, n: int, signed: bool, e
         else:
             for i in range(count):
                 value[i] = decode_8bit(code[i], floor[block], signed)
-
-
-def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None, elsewhere: bool = False) -> None:
-    """Compile everything that these settings use, or load it from Numba's cache, so that no step waits for it.
-
-    `elsewhere`: also the kernel that writes new states elsewhere.
-    """
-    weight = gradient_dtype(precision)
-    kept = gradient or weight
-    # The argument types select the compiled version. So the kernels are called on no elements.
-    for take in gradient_kernels(kept, arriving_dtype(kept, weight)):
-        take(0, 0, 0)
-    for joining in (False, True) if precision != "fp32" else ():
-        halves(weight, joining)(0, 0, 0, 0)
-    rule.warm_up(precision, kept, torch.device("cpu"))
-    if elsewhere and isinstance(rule, ElementwiseRule):
-        states, noise = len(rule.states(precision)), [0] * 3 * (rule.noise("", 1) is not None)
-        update_kernel(rule, precision, kept, elsewhere)(
-            *[0] * (states + 2), *[0] * states, *noise, *rule.arguments, *rule.scalars(1)
-        )
-    if any(state.dtype is torch.uint8 for state in rule.own_states()):
-        convert_moment(0, 0, 0, 0, True, True)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, muon
 
-from pagoda.config.training import Precision
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import StateSpec, TensorRule, UpdateWork, are_values, is_number
 
@@ -55,7 +54,7 @@ class Muon(TensorRule):
     adamw_for: tuple[str, ...] = ADAMW_FOR
 
     def __post_init__(self) -> None:
-        self._adamw()
+        self.adamw()
         self._require("momentum", is_number(self.momentum) and 0 <= self.momentum < 1, "in [0, 1)")
         self._require("ns_steps", self.ns_steps in range(1, 100), "from 1 to 99")
         self._require("ns_coefficients", are_values(self.ns_coefficients, 3), "three numbers")
@@ -71,7 +70,7 @@ class Muon(TensorRule):
         """For a matrix of r rows and c >= r columns, each of the `ns_steps` iterations multiplies [r, c] by [c, r],
         [r, r] by [r, r] and [r, r] by [r, c]."""
         if not self.takes_whole(parameter, shape):
-            return self._adamw().work(parameter, shape)
+            return self.adamw().work(parameter, shape)
         rows, columns = sorted(shape)
         return UpdateWork(4.0 * rows * columns, self.ns_steps * (4.0 * rows * rows * columns + 2.0 * rows**3))
 
@@ -90,16 +89,11 @@ class Muon(TensorRule):
         if BUFFER not in states:
             from pagoda.optim.flat import update  # imports Numba
 
-            rule = self._adamw()
+            rule = self.adamw()
             update(rule, {"weight": weight, **states}, gradient, rule.scalars(step))
             return
         settings = {name: getattr(self, name) for name in _OF_TORCH}
         muon([weight], [gradient], [states[BUFFER]], **settings, has_complex=False)
-
-    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-        """Compile a device's kernels, with those of AdamW for parameters that are not matrices."""
-        super().warm_up(precision, gradient, device)
-        self._adamw().warm_up("fp32", torch.float32, device)
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The entry of torch's Muon or AdamW. Muon does not count steps."""
@@ -109,7 +103,8 @@ class Muon(TensorRule):
         """For a matrix, 1 if there was an update, otherwise 0."""
         return int(state.get("step", BUFFER in state))
 
-    def _adamw(self) -> AdamW:
+    def adamw(self) -> AdamW:
+        """The rule of parameters that are not matrices."""
         return AdamW(lr=self.lr, betas=self.betas, eps=self.adamw_eps, weight_decay=self.weight_decay)
 
     def _of_matrices(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:

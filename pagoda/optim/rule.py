@@ -48,7 +48,7 @@ import torch
 from pagoda.config.settings import require
 from pagoda.config.training import Precision, require_choice
 from pagoda.errors import ConfigError
-from pagoda.optim.codecs import BLOCK, Key
+from pagoda.optim.codecs import Key
 
 DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRECISIONS: Mapping[torch.dtype, Precision] = {dtype: precision for precision, dtype in DTYPES.items()}
@@ -174,7 +174,7 @@ class Rule(ABC):
         require_choice("precision", precision, Precision)
         return _WEIGHTS[precision] + self.own_states()
 
-    def _new_states(self, precision: Precision, shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
+    def new_states(self, precision: Precision, shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
         """The states of some parameter of this shape, by name."""
         return {
             state.name: torch.zeros(own, dtype=state.dtype, device=device)
@@ -268,10 +268,6 @@ class Rule(ABC):
                 kept[spec.name] = value.detach().to("cpu", spec.dtype).reshape(own)
         return kept
 
-    @abstractmethod
-    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-        """Compile a device's kernels for updates with gradients in that dtype, or load them from their cache."""
-
 
 @dataclass(frozen=True)
 class ElementwiseRule(Rule):
@@ -327,13 +323,6 @@ class ElementwiseRule(Rule):
         """What the kernel takes before `scalars`: `ahead`, if weights are predicted."""
         return () if self.ahead is None else (fp32(self.ahead),)
 
-    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-        """Compile a device's kernels, or load them from their cache, by updating zeros."""
-        from pagoda.optim.flat import update  # imports Numba
-
-        states = self._new_states(precision, (BLOCK,), device)
-        update(self, states, torch.zeros(BLOCK, dtype=gradient, device=device), self.scalars(1), self.noise("", 1))
-
 
 @dataclass(frozen=True)
 class TensorRule(Rule):
@@ -365,16 +354,6 @@ class TensorRule(Rule):
         overwritten. Both have the parameter's shape. states: those of `own_states` that it has, each in the shape of
         its spec. All are zero before the first update.
         """
-
-    def warm_up(self, precision: Precision, gradient: torch.dtype, device: torch.device) -> None:
-        """Compile a device's kernels that make a copy of the master and store it again."""
-        from pagoda.optim.flat import join, split
-
-        if precision != "fp32":
-            weight, low = (torch.zeros(BLOCK, dtype=state.dtype, device=device) for state in _WEIGHTS[precision])
-            master = torch.zeros(BLOCK, device=device)
-            split(master, weight, low)
-            join(weight, low, master)
 
 
 @dataclass(frozen=True, slots=True)

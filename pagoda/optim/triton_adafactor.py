@@ -5,11 +5,11 @@ A program handles one block of a matrix, row by row. `adafactor` folds the resul
 
 import triton.language as tl
 
-from pagoda.optim import adafactor, triton_parts as parts
+from pagoda.optim import factors, triton_parts as parts
 from pagoda.optim.triton_parts import jit
 
-ROWS, COLUMNS = tl.constexpr(adafactor.ROWS), tl.constexpr(adafactor.COLUMNS)
-LANES = tl.constexpr(adafactor.LANES)
+ROWS, COLUMNS = tl.constexpr(factors.ROWS), tl.constexpr(factors.COLUMNS)
+LANES = tl.constexpr(factors.LANES)
 _COLUMN_LEVELS, _LANE_LEVELS = (tl.constexpr(n.value.bit_length() - 1) for n in (COLUMNS, LANES))
 """Number of times that columns and lanes are folded. Zeros at the end change no sum."""
 OF_GRADIENT, OF_WEIGHT, OF_UPDATE = (tl.constexpr(number) for number in range(3))

@@ -11,11 +11,9 @@ from triton import cdiv, next_power_of_2
 
 from pagoda.config.training import Precision
 from pagoda.optim import triton_adafactor, triton_updates
-from pagoda.optim.adafactor import COLUMNS, ROWS, folded, update_factors
 from pagoda.optim.arithmetic import FORMS, PLAIN
-from pagoda.optim.codecs import BLOCK
-from pagoda.optim.gradient_kernels import arriving_dtype
-from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
+from pagoda.optim.factors import COLUMNS, ROWS, folded, update_factors
+from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
 """An update in place. The arguments are the states in StateSpec order, the gradient, and the arguments that a CPU
@@ -126,16 +124,6 @@ def update_adafactor(
     numbers = rows, columns, n, float(n), (grad_scale, floor, *others)
     constants = {"has_moment": moment is not None, "size": _SIZE}
     triton_adafactor.step[(cdiv(n, _SIZE),)](*tensors, *numbers, **constants, **forms, **_STRICT)
-
-
-def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype, device: torch.device, piece: int) -> None:
-    """Compile everything that these settings use, or load it from Triton's cache, so that no step waits for it."""
-    # Its tensors are aligned like every block of a unit. Triton compiles a kernel for the alignment of its arguments.
-    rule.warm_up(precision, gradient, device)
-    sums = torch.zeros(triton_updates.LANES.value, dtype=torch.float64, device=device)
-    for dtype in {gradient, arriving_dtype(gradient, gradient_dtype(precision))}:
-        square_sums(torch.zeros(BLOCK, dtype=dtype, device=device), sums, piece)
-    torch.cuda.synchronize(device)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from pagoda.memory.cuda import CudaArena, PinnedArena, copy_async
 from pagoda.optim.gradient_kernels import LANES
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
+from pagoda.optim.warm import warm_up_gpu
 from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
 from pagoda.plan.layout import BOUNCE_ELEMENTS
 
@@ -237,9 +238,7 @@ class CudaDevice(Device):
         return PinnedArena(nbytes, locked)
 
     def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
-        from pagoda.optim import triton_kernels
-
-        triton_kernels.warm_up(rule, precision, gradient, self.torch_device, BOUNCE_ELEMENTS)
+        warm_up_gpu(rule, precision, gradient, self.torch_device, BOUNCE_ELEMENTS)
 
     def computing(self) -> None:
         self._compute = torch.cuda.current_stream(self.torch_device)

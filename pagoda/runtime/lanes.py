@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import NamedTuple
 
 from torch.autograd import profiler
@@ -147,25 +148,37 @@ class Handle:
 
 
 def all_of(handles: Sequence[Handle]) -> Handle:
-    """A handle that ends when all of these have ended. It keeps the first error."""
+    """A handle that ends when all of these have ended, with the first error. It is issued when all are, unless one has
+    failed. Those that a device queues are in one queue of it, so the event of the last one is behind all."""
     if len(handles) == 1:
         return handles[0]
     whole, lock, left = Handle(handles[-1].lane if handles else ""), threading.Lock(), len(handles)
+    unissued = {*range(left)}
     first_error: BaseException | None = None
 
-    def ended(error: BaseException | None) -> None:
+    def issued(number: int) -> None:
+        with lock:
+            last = unissued == {number}
+            unissued.discard(number)
+        if last:
+            whole.issue(handles[number]._event)
+
+    def ended(number: int, error: BaseException | None) -> None:
         nonlocal left, first_error
         with lock:
             first_error = first_error or error
             left -= 1
             last = left == 0
+            if error is None:
+                unissued.discard(number)
         if last:
             whole.finish(first_error)
 
     if not handles:
         whole.finish()
-    for handle in handles:
-        handle.then(ended)
+    for number, handle in enumerate(handles):
+        handle.when_issued(partial(issued, number))
+        handle.then(partial(ended, number))
     return whole
 
 

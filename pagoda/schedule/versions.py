@@ -28,11 +28,6 @@ class Versions:
         self.failed = False
         """Whether an update has failed. States are then damaged until all are `restored`."""
 
-    @property
-    def lags(self) -> list[int]:
-        """By unit, how far its weights lag."""
-        return [weights.lag for weights in self.of]
-
     def readable(self, unit: int) -> int | None:
         """The version of a unit's weights that can be read now. None if an operation must end first."""
         weights = self.of[unit]

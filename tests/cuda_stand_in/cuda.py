@@ -143,7 +143,7 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
 
     from pagoda.config.training import Precision
     from pagoda.optim import adafactor_kernels, kernels, triton_kernels
-    from pagoda.optim.gradient_kernels import LANES
+    from pagoda.optim.gradient_kernels import LANES, gradient_kernels
     from pagoda.optim.rule import ElementwiseRule
 
     def update_kernel(
@@ -184,7 +184,7 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
 
     def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
         native.kernel([gradient], [into], "square_sums")
-        store, _ = kernels.gradient_kernels(gradient.dtype)
+        store, _ = gradient_kernels(gradient.dtype)
         n, source = gradient.numel(), native.reach(gradient.data_ptr())
         copy = torch.empty(min(n, piece), dtype=gradient.dtype)
         lanes = torch.zeros(-(-n // piece), LANES, dtype=torch.float64)

@@ -5,7 +5,8 @@ import torch
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, SignSGD, flat, gradient_dtype
 from pagoda.optim.codecs import Key
-from pagoda.optim.kernels import gradient_kernels, update_kernel
+from pagoda.optim.gradient_kernels import gradient_kernels
+from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import MASTER, ElementwiseRule
 
 States = dict[str, torch.Tensor]

@@ -23,6 +23,7 @@ from pagoda.jit import OPTIONS
 from pagoda.optim import SGD, AdamW, Lion, flat, kernels
 from pagoda.optim.arithmetic import BF16, FP16, FP32
 from pagoda.optim.codecs import BLOCK
+from pagoda.optim.gradient_kernels import gradient_kernels
 from pagoda.optim.jit import HAS_CONVERSIONS
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
@@ -296,8 +297,8 @@ def test_each_form_is_cached_in_files_of_its_own() -> None:
     names = {rule.kernel_name for rule in RULES.values()}
     made = [kernels.compiled(name, *pair, *flags) for name in names for pair in forms for flags in _FLAGS]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    made += [taking for kept in dtypes for taking in kernels.gradient_kernels(kept)]
-    made += [taking for arriving in dtypes[1:] for taking in kernels.gradient_kernels(torch.float32, arriving)]
+    made += [taking for kept in dtypes for taking in gradient_kernels(kept)]
+    made += [taking for arriving in dtypes[1:] for taking in gradient_kernels(torch.float32, arriving)]
     made += [kernels.halves(dtype, joining) for dtype in dtypes[1:] for joining in (False, True)]
     files = {kernel.stats.cache_path + kernel._cache._impl.filename_base for kernel in made}
     assert len(files) == len(made)
@@ -309,14 +310,16 @@ warnings.simplefilter("error")
 import torch
 from pagoda.optim import AdamW, flat, gradient_dtype, kernels
 from pagoda.optim.arithmetic import FORMS
+from pagoda.optim.gradient_kernels import gradient_kernels
+from pagoda.optim.warm import warm_up
 
 def compiled():
     return [len(kernel.signatures) for kernel in used]
 
 for precision in ("bf16", "fp32"):
-    kernels.warm_up(AdamW(), precision, elsewhere=True)
+    warm_up(AdamW(), precision, elsewhere=True)
     dtype = gradient_dtype(precision)
-    used = [*kernels.gradient_kernels(dtype)]
+    used = [*gradient_kernels(dtype)]
     used += [kernels.compiled("adamw", FORMS[dtype], FORMS[dtype], elsewhere, False) for elsewhere in (False, True)]
     used += [kernels.halves(dtype, joining) for joining in (False, True) if precision != "fp32"]
     before = compiled()

@@ -35,8 +35,8 @@ from pagoda.errors import RankError, StorageError
 from pagoda.memory.identity import partial
 from pagoda.mesh.world import join, launched
 from pagoda.models import build_model
-from pagoda.optim.kernels import warm_up as warm_up_kernels
 from pagoda.optim.rule import TensorRule
+from pagoda.optim.warm import warm_up as warm_up_kernels
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan

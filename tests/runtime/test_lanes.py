@@ -18,7 +18,7 @@ from pagoda.plan import layout
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import PAST
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.lanes import Handle, Lane, all_of, wait_all
 from pagoda.runtime.store import Store
 
 SOON_S = 30
@@ -214,6 +214,39 @@ def test_a_lane_goes_on_while_a_device_works_and_ends_what_has_ended(lane: Lane,
     ended(handles[1])
     assert all(handle.succeeded for handle in handles)
     assert [handle.wait_until_issued() for handle in (*handles, after)] == [PAST] * 3
+
+
+def test_work_in_several_pieces_is_issued_when_a_device_has_all_of_them_in_its_queue(lane: Lane, other: Lane) -> None:
+    events, gate = [Queued(), Queued()], threading.Event()
+    told: list[bool] = []
+    first = lane.submit(lambda: events[0])
+    read = other.submit(lambda: gate.wait(SOON_S) and None)
+    whole = all_of([first, lane.submit(lambda: events[1], after=[read])])
+    whole.when_issued(lambda: told.append(whole.done))
+    assert first.wait_until_issued() is events[0]
+    assert not whole.issued
+    gate.set()
+    assert whole.wait_until_issued() is events[1]
+    assert told == [False]
+    for event in events:
+        event.reached.set()
+    ended(whole)
+    assert whole.succeeded
+
+
+def test_work_of_which_a_piece_has_failed_is_not_issued(lane: Lane, other: Lane) -> None:
+    def fail() -> None:
+        raise WorkError
+
+    failed = other.submit(fail)
+    ended(failed)
+    event = Queued()
+    whole = all_of([failed, lane.submit(lambda: event)])
+    ended(lane.submit(lambda: None))
+    assert not whole.issued
+    event.reached.set()
+    with pytest.raises(WorkError):
+        whole.wait_until_issued()
 
 
 def test_every_thread_of_a_lane_uses_the_gpu_of_the_thread_that_made_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
