@@ -17,11 +17,11 @@ import random
 import re
 import sys
 import tempfile
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ import torch
 from gradient_uses import ADD_ANOTHER, ONE_NUMBER, READS, WRITES, Training, assert_alike, clip_exactly
 from reference import split
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import pagoda
@@ -85,7 +86,7 @@ class Block(nn.Module):
             return self.inner(x.transpose(1, 2)).transpose(1, 2)
         if self.kind == "lstm":
             return self.inner(x)[0]
-        return self.inner(x.bfloat16() if self.kind == "bf16" else x)
+        return self.inner(x.to(self.inner.weight.dtype) if self.kind == "bf16" else x)
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -196,13 +197,19 @@ class Case:
         )
 
 
+def clamp_gradient(param: Any) -> None:
+    param.grad.clamp_(-0.25, 0.25)
+
+
 class Loop(Training):
     """A loop on its way, in pages or, without a place, in plain PyTorch."""
 
     def __init__(self, case: Case, place: str | None, folder: Path) -> None:
         self.case, self.folder, self.paged = case, folder, place is not None
+        self.saved: Any
+        self.reserved: Any
         self.numbers, self.number, self.stepped = random.Random(case.seed), 0, False
-        self.saved: Any = None
+        self.saved = self.reserved = None
         super().__init__(*self.opened(place))
         self.params = [param for param in self.model.parameters() if param.requires_grad]
         self.shadow = [param.detach().clone() for param in self.params]
@@ -220,6 +227,7 @@ class Loop(Training):
             groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 2.0**-6}]
         if of["groups"] == "reserve":
             groups = [{"params": params[:-1]}]
+            self.reserved = params[-1].requires_grad_(False)
         if of["hooks"] == "module":
             model.blocks[0].register_forward_hook(lambda _m, _i, out: out * 0.5)
         return model.train(), groups
@@ -245,7 +253,7 @@ class Loop(Training):
             if how == "gradient" and param.requires_grad:
                 param.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
             elif how == "accumulated" and param.requires_grad:
-                param.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.25, 0.25))
+                param.register_post_accumulate_grad_hook(clamp_gradient)
         return model, optimizer
 
     def wrapped(self, model: Stack, groups: Any, place: str, sizes: dict[str, int]) -> tuple[Any, Any]:
@@ -294,6 +302,9 @@ class Loop(Training):
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return self.optimizer.scale(loss) if self.paged else loss
 
+    def note(self, found: Any) -> None:
+        self.found.append(tree_map_only(torch.Tensor, torch.clone, found))
+
     def any_param(self) -> Any:
         return self.numbers.choice(self.params)
 
@@ -305,6 +316,8 @@ class Loop(Training):
         self.stepped = False
 
     def step(self, closure: Any = None) -> None:
+        if self.stepped:
+            self.zero_grad()
         if not self.paged and self.case.settings["clip"] is not None:
             clip_exactly(self.params, LIMIT)
         self.optimizer.step(*() if closure is None else (closure,))
@@ -312,17 +325,22 @@ class Loop(Training):
         if self.schedule is not None:
             self.schedule.step()
 
+    def states(self) -> dict[int, Any]:
+        """Those of the optimizer. Adagrad has some before the first step."""
+        states = copy.deepcopy(self.optimizer.state_dict()["state"])
+        return {index: state for index, state in states.items() if state.get("step", 1)}
+
     def outcome(self) -> list[Any]:
         """All that the loop has found, and all states."""
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        found = [*self.found, weights, self.optimizer.state_dict()["state"]]
+        found = [*self.found, weights, self.states()]
         for tier, peak in self.optimizer.stats.peak_bytes.items() if self.paged else ():
             assert peak <= pagoda.plan_of(self.model).peak_bytes[tier], tier
         return found
 
     def play(self) -> list[Any]:
         """Everything in the program. Raises Refused where something raises."""
-        for index, action in enumerate(self.case.program):
+        for index, action in enumerate((*self.case.program, "step")):
             if self.stepped and (action in PASSES or action in GRADIENTS):
                 self.zero_grad()
             try:
@@ -448,13 +466,12 @@ def of_inputs(of: Loop) -> None:
 
 
 def in_a_thread(of: Loop) -> None:
-    thread = threading.Thread(target=lambda: of.loss().backward())
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: of.loss().backward()).result()
 
 
 def autocast(of: Loop) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=of.case.settings["dtype"] != "fp16"):
         loss = of.loss()
     loss.backward()
 
@@ -533,7 +550,9 @@ def unfreeze(of: Loop) -> None:
 
 
 def add_group(of: Loop) -> None:
-    of.optimizer.add_param_group({"params": [of.params[-1]], "lr": 2.0**-7})
+    of.optimizer.add_param_group({"params": [of.reserved.requires_grad_(True)], "lr": 2.0**-7})
+    of.params.append(of.reserved)
+    of.shadow.append(of.reserved.detach().clone())
 
 
 def set_groups(key: str, value: Any) -> Action:
@@ -610,7 +629,7 @@ PASSES: dict[str, Action] = {
 ONCE = [*PASSES][:12]
 """Those that have one backward."""
 GRADIENTS: dict[str, Action] = {
-    **{name: lambda of, read=read: of.found.append(read(of)) for name, read in READS.items()},
+    **{name: lambda of, read=read: of.note(read(of)) for name, read in READS.items()},
     **WRITES,
     "clipped": lambda of: clip(of),
     "clipped by method": lambda of: of.optimizer.clip_grad_norm_(LIMIT) if of.paged else clip(of),
@@ -631,7 +650,7 @@ ANYWHERE: dict[str, Action] = {
     "average taken": take_average,
     "gathered": gathered,
     "state dict": lambda of: of.found.append({k: v.clone() for k, v in of.model.state_dict().items()}),
-    "optimizer dict": lambda of: of.found.append(copy.deepcopy(of.optimizer.state_dict()["state"])),
+    "optimizer dict": lambda of: of.found.append(of.states()),
     "optimizer reloaded": reload_optimizer,
     "weights reloaded": reload_weights,
     "other weights": load_other_weights,
@@ -721,10 +740,13 @@ def checked(case: Case, refusals: Counter[str]) -> str | None:
             return None
         except RefusedError as error:
             index, cause = error.args
+            action = (*case.program, "the last step")[index]
             if place is not None and not isinstance(cause, pagoda.PagodaError):
-                return f"{case.program[index]}: {cause!r}"
+                return f"{action}: {cause!r}"
             if place is not None:
-                refusals[f"{case.program[index]}: {type(cause).__name__}: {general(cause)}"] += 1
+                refusals[f"{action}: {type(cause).__name__}: {general(cause)}"] += 1
+            if index == len(case.program):
+                return None
             case = replace(case, program=case.program[:index] + case.program[index + 1 :])
         except pagoda.ConfigError as error:
             refusals[f"wrap: {type(error).__name__}: {general(error)}"] += 1
@@ -751,7 +773,9 @@ def general(error: Exception) -> str:
 
 def shorter(case: Case) -> Iterator[Case]:
     """Loops with one thing less."""
-    yield from (replace(case, program=case.program[:at] + case.program[at + 1 :]) for at in range(len(case.program)))
+    for length in sorted({len(case.program) // 2, len(case.program) // 4, 1} - {0}, reverse=True):
+        for at in range(0, len(case.program), length):
+            yield replace(case, program=case.program[:at] + case.program[at + length :])
     for name in AXES:
         if not is_usual(case, name):
             yield replace(case, settings={**case.settings, name: AXES[name][0]})
