@@ -2,11 +2,11 @@
 
     python tests/random_loops.py FIRST [LAST]
 
-plays the loops of these seeds, and prints each that fails with a shorter one that fails, too, and all refusals.
+plays the loops of these seeds. It prints each that fails, with a shorter one that fails, too, and all refusals.
 
-A loop is played by plain PyTorch and in pages. Losses, what the loop has read, weights and optimizer states have the
-same bits where the rule has those of plain PyTorch, else those of the loop with all of its state in RAM. What Pagoda
-refuses is counted, and the loop is played without it; so is what plain PyTorch refuses.
+A loop is played by plain PyTorch and in pages. What it has read, losses, weights and optimizer states have the same
+bits where the rule has those of plain PyTorch, else those of the loop with all of its state in RAM. What Pagoda refuses
+is counted, and the loop is played without it; so is what plain PyTorch refuses.
 """
 
 import copy
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -41,66 +41,68 @@ import pagoda
 from pagoda.runtime import lanes
 from pagoda.schedule import updates
 
-WIDTH, TOKENS, LIMIT = 40, 6, 2.0**-6
-TIMEOUT_S = 300
+WIDTH, TOKENS, LIMIT, TIMEOUT_S = 40, 6, 2.0**-6, 600
+
+
+class Experts(nn.Module):
+    """One of four for each token. Some may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.router(x).softmax(-1).max(-1)
+        found = [expert(x) * (chosen == at)[..., None] for at, expert in enumerate(self.experts) if at in chosen]
+        return shares[..., None] * torch.stack(found).sum(0)
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a trained adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+Part = tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]]
+
+
+def called(make: Callable[[], nn.Module]) -> Part:
+    return make, lambda part, x: part(x)
+
+
+PARTS: dict[str, Part] = {
+    "linear": called(lambda: nn.Linear(WIDTH, WIDTH)),
+    "tied": called(lambda: nn.Linear(WIDTH, WIDTH)),
+    "frozen": called(lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False)),
+    "deep": called(lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, WIDTH))),
+    "norm": called(lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))),
+    "experts": called(Experts),
+    "adapted": called(Adapted),
+    "bf16": (lambda: nn.Linear(WIDTH, WIDTH).bfloat16(), lambda part, x: part(x.to(part.weight.dtype))),
+    "lstm": (lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), lambda part, x: part(x)[0]),
+    "attention": (lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True), lambda part, x: part(x, x, x)[0]),
+    "conv": (lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), lambda part, x: part(x.mT).mT),
+    "embedding": (lambda: nn.Embedding(32, WIDTH), lambda part, x: part((x[..., 0].float() * 16).long() % 32)),
+    "batchnorm": (lambda: nn.BatchNorm1d(WIDTH), lambda part, x: part(x.mT).mT),
+}
 
 
 class Block(nn.Module):
-    """A part of a model, named by its kind."""
+    """A part of some kind, and a vector that the block holds itself."""
 
-    def __init__(self, kind: str, tied: nn.Parameter) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
-        if kind == "tied":
-            self.inner: Any = nn.Linear(WIDTH, WIDTH)
-            self.inner.weight = tied
-        elif kind == "experts":
-            self.router = nn.Linear(WIDTH, 4)
-            self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        elif kind == "lora":
-            self.inner = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-            self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
-        else:
-            self.inner = KINDS[kind]()
-        if kind == "frozen":
-            self.requires_grad_(False)
-        if kind == "bf16":
-            self.inner.bfloat16()
+        self.scale, self.part, self._use = nn.Parameter(torch.full((WIDTH,), 0.5)), PARTS[kind][0](), PARTS[kind][1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.scale * torch.tanh(self._inner(x)).to(x.dtype)
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "experts":
-            shares, chosen = self.router(x).softmax(-1).max(-1)
-            picked = [expert(x) * (chosen == at)[..., None] for at, expert in enumerate(self.inner) if at in chosen]
-            return shares[..., None] * torch.stack(picked).sum(0)
-        if self.kind == "lora":
-            return self.inner(x) + self.up(self.down(x))
-        if self.kind == "embedding":
-            return self.inner((x[..., 0].float() * 16).long() % 32)
-        if self.kind == "attention":
-            return self.inner(x, x, x, need_weights=False)[0]
-        if self.kind in ("conv", "batchnorm"):
-            return self.inner(x.transpose(1, 2)).transpose(1, 2)
-        if self.kind == "lstm":
-            return self.inner(x)[0]
-        return self.inner(x.to(self.inner.weight.dtype) if self.kind == "bf16" else x)
-
-
-KINDS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(WIDTH, WIDTH),
-    "deep": lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, WIDTH)),
-    "norm": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)),
-    "lstm": lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True),
-    "attention": lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
-    "conv": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
-    "embedding": lambda: nn.Embedding(32, WIDTH),
-    "frozen": lambda: nn.Linear(WIDTH, WIDTH),
-    "bf16": lambda: nn.Linear(WIDTH, WIDTH),
-    "batchnorm": lambda: nn.BatchNorm1d(WIDTH),
-}
+        return x + self.scale * torch.tanh(self._use(self.part, x)).to(x.dtype)
 
 
 class Stack(nn.Module):
@@ -108,33 +110,32 @@ class Stack(nn.Module):
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(kind, self.first.weight) for kind in kinds)
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(map(Block, kinds))
+        for block, kind in zip(self.blocks, kinds, strict=True):
+            if kind == "tied":
+                block.part.weight = self.first.weight
 
-    def forward(
-        self, x: torch.Tensor, without: int = -1, fails_at: int = -1, run: Callable[..., Any] = lambda block, x: block(x)
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, without: int = -1, fails_at: int = -1, run: Any = None) -> torch.Tensor:
         x = self.first(x.to(self.first.weight.dtype))
         for index, block in enumerate(self.blocks):
             if index == fails_at:
                 raise ArithmeticError("a forward that fails")
             if index != without:
-                x = run(block, x)
+                x = block(x) if run is None else run(block, x)
         return x.float()
 
 
 # --- what a loop is ---------------------------------------------------------------------------------------------
 
-PLAINLY: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+PLAIN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 2.0**-5, "momentum": 0.5, "weight_decay": 0.25}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
 }
-"""Classes of torch."""
 RULES: dict[str, Any] = {
-    **{name: pagoda.Optim(kind, **settings) for name, (kind, settings) in PLAINLY.items()},
-    "own sgd": pagoda.SGD(**PLAINLY["sgd"][1]),
+    **{name: pagoda.Optim(kind, **settings) for name, (kind, settings) in PLAIN.items()},
+    "own sgd": pagoda.SGD(**PLAIN["sgd"][1]),
     "own adamw": pagoda.AdamW(lr=1e-2, weight_decay=0.1),
     "8bit": pagoda.AdamW(lr=1e-2, moments="8bit"),
     "lion": pagoda.Lion(lr=1e-3, weight_decay=0.1),
@@ -146,24 +147,31 @@ PLACES: dict[str, dict[str, float]] = {
     "ssd": {"host": 1},
     "some ssd": {"host": 2},
     "device": {"host": 1, "device": 1},
-    "device and ssd": {"host": 1.2, "device": 1.2},
+    "device, ssd": {"host": 1.2, "device": 1.2},
     "large device": {"host": 1, "device": 4},
 }
 """Tier -> times the least budget that `wrap` accepts."""
+UPDATES = {
+    "sync": pagoda.Updates(),
+    "async": pagoda.Updates("async"),
+    "predicted": pagoda.Updates("async", predict=True),
+    "speculative": pagoda.Updates(speculate=True),
+}
 AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16", "fp16", "bf16+fp32"),
     "clip": (None, LIMIT),
     "announced": (None, 1, 2),
     "activations": ("keep", "recompute", "offload", "recompute+offload"),
-    "update": ("sync", "async", "predicted", "speculate"),
+    "update": (*UPDATES,),
     "tiles": (None, "4KiB"),
     "unit": ("8KiB", "4KiB", "64KiB"),
-    "groups": (1, 2, "reserve"),
+    "groups": ("one", "two", "reserve"),
     "hooks": (None, "gradient", "accumulated", "module"),
     "schedule": (None, "step", "cosine"),
-    "waits": (False, True),
+    "inline": (True, False),
 }
-"""The first value of each is the usual one. `waits`: small work is left to lanes' threads, too."""
+"""Settings. The first value of each is the usual one. `inline`: whether small work is done without lanes' threads."""
+USUAL = {name: values[0] for name, values in AXES.items()}
 
 
 @dataclass(frozen=True)
@@ -183,22 +191,28 @@ class Case:
         return self.settings["dtype"] == "bf16" or "bf16" in self.blocks
 
     @property
+    def is_other(self) -> bool:
+        """Whether it has other numbers or parameters than plain PyTorch, of which functions may raise."""
+        of = self.settings
+        return of["dtype"] == "fp16" or of["update"] in ("async", "predicted") or of["tiles"] is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether plain PyTorch has the same bits. Updates multiply by all factors at once, in fp32."""
         of, used = self.settings, {*self.program}
-        products, clips = used & (ONE_NUMBER | {"numbers by foreach"}), "clipped" in used
-        return (
-            (self.rule in PLAINLY or self.rule == "own sgd")
-            and of["dtype"] in ("fp32", "bf16")
-            and of["tiles"] is None
-            and of["update"] in ("sync", "speculate")
-            and sum((bool(products), clips, of["clip"] is not None)) <= (0 if self.rounds else 1)
-            and not (self.rounds and (self.rule == "own sgd" or "sam" in used))
-        )
+        factors = bool(used & PRODUCTS), bool(used & CLIPS), of["clip"] is not None
+        changed_twice = self.rounds and (self.rule == "own sgd" or "sam" in used)
+        known = self.rule in ("own sgd" if of["schedule"] is None else "", *PLAIN)
+        known = known and of["dtype"] != "bf16+fp32"
+        return known and not self.is_other and not changed_twice and sum(factors) <= (not self.rounds)
 
+    def calm(self, name: str) -> "Case":
+        """With the usual value of a setting."""
+        return replace(self, settings={**self.settings, name: USUAL[name]})
 
-def clamp_gradient(param: Any) -> None:
-    param.grad.clamp_(-0.25, 0.25)
+    def without(self, at: int, count: int = 1) -> "Case":
+        """Without a part of the program."""
+        return replace(self, program=self.program[:at] + self.program[at + count :])
 
 
 class Loop(Training):
@@ -206,88 +220,80 @@ class Loop(Training):
 
     def __init__(self, case: Case, place: str | None, folder: Path) -> None:
         self.case, self.folder, self.paged = case, folder, place is not None
-        self.saved: Any
-        self.reserved: Any
         self.numbers, self.number, self.stepped = random.Random(case.seed), 0, False
-        self.saved = self.reserved = None
-        super().__init__(*self.opened(place))
-        self.params = [param for param in self.model.parameters() if param.requires_grad]
+        self.saved: Any = None
+        super().__init__(nn.Module(), None)
+        self.open(place)
         self.shadow = [param.detach().clone() for param in self.params]
-        self.schedule = self.scheduled()
 
-    def built(self) -> tuple[Stack, Any]:
-        """The model and its param groups."""
+    def built(self) -> tuple[Stack, list[dict[str, Any]]]:
+        """A new model and its param groups."""
         torch.manual_seed(self.case.seed)
-        model, of = Stack(self.case.blocks), self.case.settings
-        if of["dtype"] == "bf16":
+        model, of = Stack(self.case.blocks).train(), self.case.settings
+        if "bf16" in of["dtype"]:
             model.bfloat16()
-        params = [param for param in model.parameters() if param.requires_grad]
-        groups = [{"params": params}]
-        if of["groups"] == 2:
-            groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 2.0**-6}]
         if of["groups"] == "reserve":
-            groups = [{"params": params[:-1]}]
-            self.reserved = params[-1].requires_grad_(False)
+            model.first.bias.requires_grad_(False)
+        params = [param for param in model.parameters() if param.requires_grad]
         if of["hooks"] == "module":
-            model.blocks[0].register_forward_hook(lambda _m, _i, out: out * 0.5)
-        return model.train(), groups
+            model.blocks[0].register_forward_hook(lambda _module, _args, out: out * 0.5)
+        if of["groups"] == "two":
+            return model, [{"params": params[::2]}, {"params": params[1::2], "lr": 2.0**-6}]
+        return model, [{"params": params}]
 
-    def opened(self, place: str | None) -> tuple[Any, Any]:
-        """A new model and optimizer."""
-        model, groups = self.built()
-        if place is None:
-            kind, settings = PLAINLY.get(self.case.rule, PLAINLY["sgd"])
-            optimizer: Any = with_masters(kind, groups, settings) if self.case.rounds else kind(groups, **settings)
-        else:
-            sizes = dict.fromkeys(PLACES[place], 4096)
-            while True:
-                try:
-                    model, optimizer = self.wrapped(model, groups, place, sizes)
-                    break
-                except pagoda.BudgetError as refused:
-                    if refused.tier not in sizes or (refused.needed_bytes or 0) <= sizes[refused.tier]:
-                        raise
-                    sizes[refused.tier] = int(refused.needed_bytes * PLACES[place][refused.tier])
-                model, groups = self.built()
-        for param in model.parameters() if (how := self.case.settings["hooks"]) != "module" else ():
-            if how == "gradient" and param.requires_grad:
+    def open(self, place: str | None) -> None:
+        """Begin with a new model and optimizer, in the least memory."""
+        sizes = dict.fromkeys(PLACES[place or "ram"], 4096)
+        while True:
+            self.model, groups = self.built()
+            if place is None:
+                kind, settings = PLAIN.get(self.case.rule, PLAIN["sgd"])
+                self.optimizer = (with_masters(kind) if self.case.rounds else kind)(groups, **settings)
+                break
+            try:
+                self.model, self.optimizer = self.wrapped(groups, place, sizes)
+                break
+            except pagoda.BudgetError as refused:
+                if refused.tier not in sizes or (refused.needed_bytes or 0) <= sizes[refused.tier]:
+                    raise
+                sizes[refused.tier] = int(refused.needed_bytes * PLACES[place][refused.tier])
+        of, schedulers = self.case.settings, torch.optim.lr_scheduler
+        self.params = [param for param in self.model.parameters() if param.requires_grad]
+        for param in self.params:
+            if of["hooks"] == "gradient":
                 param.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
-            elif how == "accumulated" and param.requires_grad:
-                param.register_post_accumulate_grad_hook(clamp_gradient)
-        return model, optimizer
+            if of["hooks"] == "accumulated":
+                param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(-0.25, 0.25)))
+        made = {
+            "step": partial(schedulers.StepLR, step_size=2),
+            "cosine": partial(schedulers.CosineAnnealingLR, T_max=4),
+        }
+        self.schedule = of["schedule"] and made[of["schedule"]](self.optimizer)
 
-    def wrapped(self, model: Stack, groups: Any, place: str, sizes: dict[str, int]) -> tuple[Any, Any]:
+    def wrapped(self, groups: Any, place: str, sizes: Mapping[str, int]) -> tuple[Any, Any]:
         of = self.case.settings
         given: dict[str, Any] = {"host": sizes["host"], "unit_limit": of["unit"], "page_size": 4096}
         if "device" in sizes:
             given["device"] = f"cpu:{sizes['device']}"
+            given["split"] = pagoda.Split(device_update_share=1.0) if place == "large device" else None
         if "ssd" in place or "offload" in of["activations"]:
             given["ssd"] = f"{tempfile.mkdtemp(dir=self.folder)}:64MiB"
-        if place == "large device":
-            given["split"] = pagoda.Split(device_update_share=1.0)
         dtype, _, gradients = of["dtype"].partition("+")
-        own = dtype == "fp32" or (dtype == "bf16" and not gradients)
+        converts = "fp16" if dtype == "fp16" else None
         scale = pagoda.LossScale(initial=256.0, growth_interval=2) if dtype == "fp16" else None
-        late = {"async": pagoda.Updates("async"), "predicted": pagoda.Updates("async", predict=True)}
         return pagoda.wrap(
-            model,
+            self.model,
             RULES[self.case.rule],
             param_groups=groups,
-            reserve=[*model.parameters()] if of["groups"] == "reserve" else (),
+            reserve=[*self.model.parameters()] if of["groups"] == "reserve" else (),
             memory=pagoda.Memory(**given),
-            precision=pagoda.MixedPrecision(None if own else dtype, gradients or None, scale),
+            precision=pagoda.MixedPrecision(converts, gradients or None, scale),
             clip_grad_norm=of["clip"],
             accumulation_steps=of["announced"],
-            update=late.get(of["update"], pagoda.Updates(speculate=True) if of["update"] == "speculate" else "sync"),
+            update=UPDATES[of["update"]],
             activations=of["activations"],
             tiles=of["tiles"] and pagoda.Tiles(tile_limit=of["tiles"]),
         )
-
-    def scheduled(self) -> Any:
-        kind = self.case.settings["schedule"]
-        if kind == "step":
-            return torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        return kind and torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 4)
 
     def inputs(self) -> torch.Tensor:
         """Other ones each time."""
@@ -319,27 +325,60 @@ class Loop(Training):
         if self.stepped:
             self.zero_grad()
         if not self.paged and self.case.settings["clip"] is not None:
+            closure = closure and closure() and None
             clip_exactly(self.params, LIMIT)
         self.optimizer.step(*() if closure is None else (closure,))
         self.stepped = True
         if self.schedule is not None:
             self.schedule.step()
 
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.params, LIMIT) if self.paged else clip_exactly(self.params, LIMIT)
+
     def states(self) -> dict[int, Any]:
         """Those of the optimizer. Adagrad has some before the first step."""
         states = copy.deepcopy(self.optimizer.state_dict()["state"])
         return {index: state for index, state in states.items() if state.get("step", 1)}
 
-    def outcome(self) -> list[Any]:
-        """All that the loop has found, and all states."""
-        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        found = [*self.found, weights, self.states()]
-        for tier, peak in self.optimizer.stats.peak_bytes.items() if self.paged else ():
-            assert peak <= pagoda.plan_of(self.model).peak_bytes[tier], tier
-        return found
+    def save(self, wait: bool = True) -> None:
+        if self.paged:
+            self.saved = Path(tempfile.mkdtemp(dir=self.folder)) / "saved"
+            self.optimizer.save_checkpoint(self.saved, wait=wait)
+        else:
+            masters = [param.detach() for group in self.optimizer.param_groups for param in group["params"]]
+            states = self.model.state_dict(), self.optimizer.state_dict(), masters, torch.get_rng_state()
+            self.saved = copy.deepcopy(states)
+
+    def restore(self) -> None:
+        """What was saved last."""
+        if self.saved is None:
+            return
+        self.zero_grad()
+        if self.paged:
+            self.optimizer.load_checkpoint(self.saved)
+            return
+        weights, states, masters, generator = copy.deepcopy(self.saved)
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(states)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                param.data.copy_(masters.pop(0))
+        torch.set_rng_state(generator)
+
+    def resume(self) -> None:
+        """As if in another process, with other memory."""
+        self.save()
+        trains, place, schedule = [p.requires_grad for p in self.params], self.numbers.choice([*PLACES]), self.schedule
+        self.close()
+        self.open(place if self.paged else None)
+        for param, does in zip(self.params, trains, strict=True):
+            param.requires_grad_(does)
+        if schedule is not None:
+            self.schedule.load_state_dict(schedule.state_dict())
+        self.restore()
 
     def play(self) -> list[Any]:
-        """Everything in the program. Raises Refused where something raises."""
+        """All that the loop has found, and all states at its end. Raises RefusedError where something raises."""
         for index, action in enumerate((*self.case.program, "step")):
             if self.stepped and (action in PASSES or action in GRADIENTS):
                 self.zero_grad()
@@ -347,21 +386,23 @@ class Loop(Training):
                 ACTIONS[action](self)
             except Exception as error:
                 raise RefusedError(index, error) from error
-        return self.outcome()
+        self.note([self.model.state_dict(), self.states()])
+        for tier, peak in self.optimizer.stats.peak_bytes.items() if self.paged else ():
+            assert peak <= pagoda.plan_of(self.model).peak_bytes[tier], tier
+        return self.found
 
     def close(self) -> None:
         if self.paged:
             self.optimizer.close()
 
 
-def with_masters(kind: Any, groups: Any, settings: Any) -> torch.optim.Optimizer:
-    """A class of torch with fp32 masters of the model's parameters, as `pagoda.Optim` has them."""
-    pairs: list[tuple[Any, Any]] = []
+def with_masters(kind: Any) -> Any:
+    """A class of torch that keeps fp32 masters of the model's parameters, as `pagoda.Optim` does."""
 
     class WithMasters(kind):  # type: ignore[misc]
         def add_param_group(self, group: dict[str, Any]) -> None:
             new = [(param, nn.Parameter(param.detach().float())) for param in group["params"]]
-            pairs.extend(new)
+            self.pairs = [*getattr(self, "pairs", ()), *new]
             super().add_param_group({**group, "params": [master for _, master in new]})
 
         @torch.no_grad()
@@ -369,19 +410,18 @@ def with_masters(kind: Any, groups: Any, settings: Any) -> torch.optim.Optimizer
             if closure is not None:
                 with torch.enable_grad():
                     closure()
-            for param, master in pairs:
+            for param, master in self.pairs:
                 master.grad = None if param.grad is None else param.grad.float()
                 master.copy_(torch.where(rounded(master, param) == param, master, param))
             super().step()
-            for param, master in pairs:
+            for param, master in self.pairs:
                 param.copy_(rounded(master, param))
 
         def zero_grad(self, set_to_none: bool = True) -> None:
-            for param, _ in pairs:
-                if param.grad is not None:
-                    param.grad = None if set_to_none else torch.zeros_like(param)
+            for param, _ in self.pairs:
+                param.grad = None if set_to_none or param.grad is None else torch.zeros_like(param)
 
-    return WithMasters(groups, **settings)
+    return WithMasters
 
 
 def rounded(master: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -405,13 +445,8 @@ def retained(of: Loop) -> None:
     (loss * 0.5).backward()
 
 
-def partly(of: Loop) -> None:
-    of.loss().backward(inputs=[param for param in of.params[::2] if param.requires_grad])
-
-
 def reversed_graphs(of: Loop) -> None:
-    losses = [of.loss(), of.loss()]
-    for loss in losses[::-1]:
+    for loss in [of.loss(), of.loss()][::-1]:
         loss.backward()
 
 
@@ -429,27 +464,18 @@ def evaluated_meanwhile(of: Loop) -> None:
     loss.backward()
 
 
-def penalised(of: Loop) -> None:
-    (of.loss() + of.scaled(0.01 * sum(param.float().square().sum() for param in of.params))).backward()
-
-
-def failing_forward(of: Loop) -> None:
-    try:
-        of.loss(fails_at=of.any_block())
-    except ArithmeticError:
-        of.zero_grad()
-
-
 def failing_backward(of: Loop) -> None:
+    """Or forward."""
     at = of.any_block()
 
     def run(block: Any, x: torch.Tensor) -> Any:
         if block is of.model.blocks[at] and x.requires_grad:
-            x.register_hook(lambda _: (_ for _ in ()).throw(ArithmeticError("a backward that fails")))
+            x.register_hook(lambda _: 1 // 0)
         return block(x)
 
+    fails: dict[str, Any] = of.numbers.choice([{"run": run}, {"fails_at": at}])
     try:
-        of.loss(run=run).backward()
+        of.loss(**fails).backward()
     except ArithmeticError:
         of.zero_grad()
 
@@ -482,40 +508,36 @@ def hooked(of: Loop) -> None:
     handle.remove()
 
 
-def closure_step(of: Loop) -> None:
+def step_of_closure(of: Loop) -> None:
     def closure() -> torch.Tensor:
         of.zero_grad()
         loss = of.loss()
         loss.backward()
-        return loss
+        return loss.detach()
 
     of.step(closure)
 
 
-def change_weights(change: Callable[[Any], object], how: Callable[[], Any] = torch.no_grad) -> Action:
+def change(how: Callable[[Any], object], mode: Callable[[], Any] = torch.no_grad) -> Action:
+    """Change some parameter."""
+
     def changed(of: Loop) -> None:
-        with how():
-            change(of.any_param())
+        with mode():
+            how(of.any_param())
 
     return changed
 
 
-def average(of: Loop) -> None:
+def average(of: Loop, back: bool = False) -> None:
     with torch.no_grad():
-        for kept, param in zip(of.shadow, of.params, strict=True):
-            kept.lerp_(param.to(kept.dtype), 0.25)
-    of.found += [kept.clone() for kept in of.shadow]
-
-
-def take_average(of: Loop) -> None:
-    with torch.no_grad():
-        for kept, param in zip(of.shadow, of.params, strict=True):
-            param.copy_(kept)
+        for kept, param in zip(of.shadow, of.params, strict=False):
+            (param.copy_ if back else kept.copy_)(kept.lerp(param.to(kept.dtype), 0.25))
+    of.note(of.shadow)
 
 
 def gathered(of: Loop) -> None:
     with pagoda.gathered(of.params[:3], modify=True), torch.no_grad():
-        of.found.append(of.params[0].clone())
+        of.note(of.params[0])
         of.params[1].mul_(0.5)
 
 
@@ -524,24 +546,10 @@ def resident(of: Loop) -> None:
         evaluate(of)
 
 
-def reload_optimizer(of: Loop) -> None:
-    of.optimizer.load_state_dict(copy.deepcopy(of.optimizer.state_dict()))
-
-
-def reload_weights(of: Loop) -> None:
-    of.model.load_state_dict({name: value.clone() for name, value in of.model.state_dict().items()})
-
-
-def load_other_weights(of: Loop) -> None:
-    of.model.load_state_dict(of.built()[0].state_dict())
-
-
-def load_some_weights(of: Loop) -> None:
-    of.model.load_state_dict(of.built()[0].blocks[0].state_dict(prefix="blocks.0."), strict=False)
-
-
-def freeze(of: Loop) -> None:
-    of.any_param().requires_grad_(False)
+def load_weights(of: Loop, prefix: str = "") -> None:
+    """Of a new model, or of a part of it."""
+    weights = {name: value for name, value in of.built()[0].state_dict().items() if name.startswith(prefix)}
+    of.model.load_state_dict(weights, strict=not prefix)
 
 
 def unfreeze(of: Loop) -> None:
@@ -550,67 +558,19 @@ def unfreeze(of: Loop) -> None:
 
 
 def add_group(of: Loop) -> None:
-    of.optimizer.add_param_group({"params": [of.reserved.requires_grad_(True)], "lr": 2.0**-7})
-    of.params.append(of.reserved)
-    of.shadow.append(of.reserved.detach().clone())
+    of.optimizer.add_param_group({"params": [of.model.first.bias.requires_grad_(True)], "lr": 2.0**-7})
+    of.params.append(of.model.first.bias)
 
 
-def set_groups(key: str, value: Any) -> Action:
-    def change(of: Loop) -> None:
-        for group in of.optimizer.param_groups:
-            group[key] = value
-
-    return change
-
-
-def save(of: Loop, wait: bool = True) -> None:
-    if of.paged:
-        of.saved = Path(tempfile.mkdtemp(dir=of.folder)) / "saved"
-        of.optimizer.save_checkpoint(of.saved, wait=wait)
-    else:
-        of.saved = copy.deepcopy((of.model.state_dict(), of.optimizer.state_dict(), masters(of))), torch.get_rng_state()
-
-
-def masters(of: Loop) -> list[torch.Tensor]:
-    return [master.detach() for group in of.optimizer.param_groups for master in group["params"]]
-
-
-def restore(of: Loop) -> None:
-    """What was saved last, in a loop that goes on."""
-    if of.saved is None:
-        return
-    of.zero_grad()
-    if of.paged:
-        of.optimizer.load_checkpoint(of.saved)
-        return
-    (weights, states, kept), generator = of.saved
-    of.model.load_state_dict(weights)
-    of.optimizer.load_state_dict(copy.deepcopy(states))
-    for master, value in zip(masters(of), kept, strict=True):
-        master.copy_(value)
-    torch.set_rng_state(generator)
-
-
-def resume(of: Loop) -> None:
-    """In another process, as it were, with other memory."""
-    save(of)
-    frozen = [param.requires_grad for param in of.params]
-    place = of.numbers.choice([*PLACES])
-    of.close()
-    of.model, of.optimizer = of.opened(place if of.paged else None)
-    of.params = [param for param in of.model.parameters() if param.requires_grad]
-    for param, trains in zip(of.params, frozen, strict=True):
-        param.requires_grad_(trains)
-    schedule, of.schedule = of.schedule, of.scheduled()
-    if schedule is not None:
-        of.schedule.load_state_dict(schedule.state_dict())
-    restore(of)
+def set_groups(of: Loop, **settings: float) -> None:
+    for group in of.optimizer.param_groups:
+        group.update(settings)
 
 
 PASSES: dict[str, Action] = {
     "pass": lambda of: of.loss().backward(),
     "pass without": lambda of: of.loss(without=of.any_block()).backward(),
-    "penalised": penalised,
+    "penalised": lambda of: (of.loss() + of.scaled(sum(p.float().square().sum() for p in of.params) * 0.01)).backward(),
     "evaluated meanwhile": evaluated_meanwhile,
     "checkpointed": lambda of: of.loss(run=partial(checkpoint, use_reentrant=False)).backward(),
     "two graphs": lambda of: (of.loss() * of.loss()).backward(),
@@ -619,20 +579,19 @@ PASSES: dict[str, Action] = {
     "autocast": autocast,
     "hooked": hooked,
     "one block": one_block,
-    "partly": partly,
+    "partly": lambda of: of.loss().backward(inputs=[param for param in of.params[::2] if param.requires_grad]),
     "two losses": two_losses,
     "retained": retained,
     "reversed": reversed_graphs,
-    "failing forward": failing_forward,
-    "failing backward": failing_backward,
+    "failing": failing_backward,
 }
 ONCE = [*PASSES][:12]
 """Those that have one backward."""
 GRADIENTS: dict[str, Action] = {
     **{name: lambda of, read=read: of.note(read(of)) for name, read in READS.items()},
     **WRITES,
-    "clipped": lambda of: clip(of),
-    "clipped by method": lambda of: of.optimizer.clip_grad_norm_(LIMIT) if of.paged else clip(of),
+    "clipped": Loop.clip,
+    "clipped by method": lambda of: of.optimizer.clip_grad_norm_(LIMIT) if of.paged else of.clip(),
 }
 STATES: dict[str, Action] = {}
 """Reads and writes of `optimizer.state`."""
@@ -640,74 +599,67 @@ ANYWHERE: dict[str, Action] = {
     "evaluated": evaluate,
     "inference": partial(evaluate, mode=torch.inference_mode),
     "resident": resident,
-    "weights read": lambda of: of.found.extend(param.float().norm(1) for param in of.params),
-    "weights copied": lambda of: of.found.extend(param.detach().clone() for param in of.params),
-    "weights scaled": change_weights(lambda param: param.mul_(0.5)),
-    "weights clamped": change_weights(lambda param: param.clamp_(-0.125, 0.125)),
-    "a row of weights": change_weights(lambda param: param[0].zero_()),
-    "data of weights": change_weights(lambda param: param.data.mul_(2), nullcontext),
+    "weights read": lambda of: of.note([(param.float().norm(1), param.detach()) for param in of.params]),
+    "weights scaled": change(lambda param: param.mul_(0.5)),
+    "weights clamped": change(lambda param: param.clamp_(-0.125, 0.125)),
+    "a row of weights": change(lambda param: param[0].zero_()),
+    "data of weights": change(lambda param: param.data.mul_(2), nullcontext),
     "averaged": average,
-    "average taken": take_average,
+    "average taken": partial(average, back=True),
     "gathered": gathered,
-    "state dict": lambda of: of.found.append({k: v.clone() for k, v in of.model.state_dict().items()}),
-    "optimizer dict": lambda of: of.found.append(of.states()),
-    "optimizer reloaded": reload_optimizer,
-    "weights reloaded": reload_weights,
-    "other weights": load_other_weights,
-    "some weights": load_some_weights,
-    "freeze": freeze,
-    "unfreeze": unfreeze,
+    "state dict": lambda of: of.note(of.model.state_dict()),
+    "optimizer dict": lambda of: of.note(of.states()),
+    "optimizer reloaded": lambda of: of.optimizer.load_state_dict(copy.deepcopy(of.optimizer.state_dict())),
+    "weights reloaded": lambda of: of.model.load_state_dict({k: v.clone() for k, v in of.model.state_dict().items()}),
+    "other weights": load_weights,
+    "some weights": partial(load_weights, prefix="blocks.0."),
+    "frozen": lambda of: of.any_param().requires_grad_(False),
+    "unfrozen": unfreeze,
     "group added": add_group,
-    "rate": set_groups("lr", 2.0**-6),
-    "decay": set_groups("weight_decay", 2.0**-3),
+    "rate": partial(set_groups, lr=2.0**-6),
+    "decay": partial(set_groups, weight_decay=2.0**-3),
     "drained": lambda of: of.optimizer.drain() if of.paged else None,
     "collected": lambda of: gc.collect(),
-    "saved": save,
-    "saved meanwhile": partial(save, wait=False),
+    "saved": Loop.save,
+    "saved meanwhile": partial(Loop.save, wait=False),
     "zeroed": Loop.zero_grad,
     "step": Loop.step,
     **STATES,
 }
 """Between steps, and between backward and `step()`."""
-BETWEEN: dict[str, Action] = {"restored": restore, "resumed": resume}
-STEPS: dict[str, Action] = {"step": Loop.step, "step of closure": closure_step}
+BETWEEN: dict[str, Action] = {"restored": Loop.restore, "resumed": Loop.resume}
+STEPS: dict[str, Action] = {"step": Loop.step, "step of closure": step_of_closure}
 ACTIONS = PASSES | GRADIENTS | ANYWHERE | BETWEEN | STEPS
-FACTORS = ONE_NUMBER | {"numbers by foreach", "clipped", "clipped by method"}
-"""Uses that multiply gradients by numbers. The update multiplies by all of these at once, in fp32."""
-
-
-def clip(of: Loop) -> None:
-    nn.utils.clip_grad_norm_(of.params, LIMIT) if of.paged else clip_exactly(of.params, LIMIT)
-
+PRODUCTS, CLIPS = ONE_NUMBER | {"numbers by foreach"}, {"clipped", "clipped by method"}
 
 # --- drawing, playing, shrinking --------------------------------------------------------------------------------
 
 
 def drawn(seed: int) -> Case:
     """The loop of a seed."""
-    of = random.Random(seed)
-    settings = {name: of.choice([values[0]] * 2 + [*values]) for name, values in AXES.items()}
-    kinds = [kind for kind in KINDS if settings["dtype"] == "fp32" or kind != "batchnorm"]
-    blocks = tuple(of.choices([*kinds, "tied", "experts", "lora"], k=of.randint(2, 4)))
-    program: list[str] = []
+    of, program = random.Random(seed), list[str]()
+    settings = {name: of.choice([values[0]] * 4 + [*values]) for name, values in AXES.items()}
+    kinds = [kind for kind in PARTS if settings["dtype"] == "fp32" or kind != "batchnorm"]
+    announced, clips = settings["announced"], settings["clip"] is not None
 
-    def some(names: Any, most: int) -> None:
+    def some(names: Collection[str], most: int) -> None:
         program.extend(of.choices([*names], k=of.randint(0, most)))
 
     for _ in range(of.randint(2, 5)):
         some(ANYWHERE | BETWEEN, 2)
-        for _ in range(settings["announced"] or of.randint(1, 2)):
-            program.append(of.choice(ONCE if settings["announced"] else [*PASSES]))
+        for _ in range(announced or of.randint(1, 2)):
+            program.append(of.choice(ONCE if announced else [*PASSES]))
             some(ANYWHERE, 1)
-        if settings["announced"] is None or settings["clip"] is not None:
-            some([name for name in GRADIENTS if settings["announced"] is None or name not in ADD_ANOTHER], 3)
+        if clips or not announced:
+            some([name for name in GRADIENTS if not (announced and name in ADD_ANOTHER)], 3)
         some(ANYWHERE, 1)
         program.append(of.choice(["step"] * 4 + [*STEPS]))
-    return Case(seed, blocks, of.choice([*RULES]), of.choice([*PLACES]), settings, tuple(program))
+    blocks = tuple(of.choices(kinds, k=of.randint(2, 4)))
+    return Case(seed, blocks, of.choice([*PLAIN, *RULES]), of.choice([*PLACES]), settings, tuple(program))
 
 
 class RefusedError(Exception):
-    """An action raised."""
+    """An action raised: its place in the program, and the error."""
 
 
 def played(case: Case, place: str | None) -> list[Any]:
@@ -715,7 +667,7 @@ def played(case: Case, place: str | None) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), pytest.MonkeyPatch.context() as patched:
         warnings.simplefilter("ignore")
         patched.setattr(updates, "CALM_STEPS", 0)
-        if case.settings["waits"]:
+        if not case.settings["inline"]:
             patched.setattr(lanes, "INLINE_BYTES", 0)
         of = Loop(case, place, Path(folder))
         try:
@@ -728,87 +680,72 @@ def played(case: Case, place: str | None) -> list[Any]:
 def checked(case: Case, refusals: Counter[str]) -> str | None:
     """What is wrong with a loop. Counts what Pagoda refuses in it."""
     while True:
-        place: str | None = None
+        place = None
         try:
             expected = played(case, place)
-            place = case.place
-            found = played(case, place)
             if not case.is_plain:
-                place = "ram"
-                expected = played(case, place)
-            assert_alike(found, expected, "the loop")
+                expected = played(case, place := "ram")
+            assert_alike(played(case, place := case.place), expected, "the loop")
             return None
-        except RefusedError as error:
-            index, cause = error.args
+        except RefusedError as refused:
+            index, error = refused.args
             action = (*case.program, "the last step")[index]
-            if place is not None and not isinstance(cause, pagoda.PagodaError):
-                return f"{action}: {cause!r}"
-            if place is not None:
-                refusals[f"{action}: {type(cause).__name__}: {general(cause)}"] += 1
+            if isinstance(error, pagoda.PagodaError):
+                refusals[f"{action}: {general(error)}"] += 1
+            elif place is not None and not (place == "ram" and case.is_other):
+                return f"{action}: {error!r}"
             if index == len(case.program):
                 return None
-            case = replace(case, program=case.program[:index] + case.program[index + 1 :])
+            case = case.without(index)
         except pagoda.ConfigError as error:
-            refusals[f"wrap: {type(error).__name__}: {general(error)}"] += 1
-            if case.settings == usual():
+            refusals[f"wrap: {general(error)}"] += 1
+            changed = [name for name in ("update", "activations", "tiles", *AXES) if case.settings[name] != USUAL[name]]
+            if not changed:
                 return repr(error)
-            changed = next(name for name in ("update", "activations", "tiles", *AXES) if not is_usual(case, name))
-            case = replace(case, settings={**case.settings, changed: AXES[changed][0]})
+            case = case.calm(changed[0])
         except Exception as error:
-            return f"{'plain' if place is None else place}: {error!r}"
-
-
-def usual() -> dict[str, Any]:
-    return {name: values[0] for name, values in AXES.items()}
-
-
-def is_usual(case: Case, name: str) -> bool:
-    return bool(case.settings[name] == AXES[name][0])
+            return f"{place}: {error!r}"
 
 
 def general(error: Exception) -> str:
     """A message without names and numbers."""
-    return re.sub(r"'[^']*'|[\d.]+ ?(?:[KMG]?i?B\b)?", "*", str(error))[:150]
+    message = re.sub(r"'[^']*'|\d[\d.]*( ?[KMG]?i?B\b)?", "*", str(error))
+    return f"{type(error).__name__}: {message[:150]}"
 
 
 def shorter(case: Case) -> Iterator[Case]:
-    """Loops with one thing less."""
-    for length in sorted({len(case.program) // 2, len(case.program) // 4, 1} - {0}, reverse=True):
-        for at in range(0, len(case.program), length):
-            yield replace(case, program=case.program[:at] + case.program[at + length :])
-    for name in AXES:
-        if not is_usual(case, name):
-            yield replace(case, settings={**case.settings, name: AXES[name][0]})
-    if len(case.blocks) > 1:
-        yield from (replace(case, blocks=case.blocks[:at] + case.blocks[at + 1 :]) for at in range(len(case.blocks)))
+    """Loops with less."""
+    for count in sorted({len(case.program) // 2, len(case.program) // 4, 1} - {0}, reverse=True):
+        yield from (case.without(at, count) for at in range(0, len(case.program), count))
+    yield from (case.calm(name) for name in AXES)
+    for at in range(len(case.blocks) if len(case.blocks) > 1 else 0):
+        yield replace(case, blocks=case.blocks[:at] + case.blocks[at + 1 :])
     yield from (replace(case, blocks=("linear",)), replace(case, rule="sgd"), replace(case, place="ram"))
 
 
 def shrunk(case: Case) -> Case:
     """A short loop that fails, too."""
-    while (less := next((c for c in shorter(case) if c != case and checked(c, Counter())), None)) is not None:
+    while (
+        less := next((each for each in shorter(case) if each != case and checked(each, Counter())), None)
+    ) is not None:
         case = less
     return case
 
 
 def main(first: int, last: int) -> None:
     """Play the loops of these seeds."""
-    refusals: Counter[str] = Counter()
-    failed = 0
+    torch.set_num_threads(1)
+    gc.freeze()
+    refusals, failed = Counter[str](), 0
     for seed in range(first, last + 1):
         faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
-        case = drawn(seed)
-        wrong = checked(case, refusals)
-        if wrong is not None:
+        if (wrong := checked(case := drawn(seed), refusals)) is not None:
             failed += 1
-            print(f"seed {seed}: {wrong[:600]}", flush=True)
-            short = shrunk(case)
-            print(f"  {short}\n  {checked(short, Counter())}"[:1500], flush=True)
+            print(f"seed {seed}: {wrong[:600]}\n  {(short := shrunk(case))}\n  {checked(short, Counter())}", flush=True)
     print(f"{last + 1 - first} loops, {failed} failed. Refused:")
     for message, count in refusals.most_common():
         print(f"{count:6} {message}")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(int(sys.argv[1]), int(sys.argv[-1]))
