@@ -137,9 +137,15 @@ PLACES: dict[str, dict[str, float]] = {
     "some ssd": {"host": 2},
     "device": {"host": 1, "device": 1},
     "device, ssd": {"host": 1.2, "device": 1.2},
-    "large device": {"host": 1, "device": 4},
+    "updating device": {"host": 1, "device": 4},
+    "home device": {"host": 1, "device": 4},
+    "adapting device": {"host": 1.5, "device": 12},
 }
 """Tier -> times the least budget that `wrap` accepts."""
+SPLITS = {
+    "updating device": pagoda.Split(device_update_share=1.0),
+    "home device": pagoda.Split(device_home_share=1.0, device_update_share=1.0),
+}
 UPDATES = {
     "sync": pagoda.Updates(),
     "async": pagoda.Updates("async"),
@@ -154,8 +160,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "update": (*UPDATES,),
     "tiles": (None, "4KiB"),
     "unit": ("8KiB", "4KiB", "64KiB"),
+    "page": (4096, 16384),
     "groups": ("one", "two", "reserve"),
-    "hooks": (None, "gradient", "accumulated", "module"),
+    "hooks": (None, "gradient", "accumulated", "forward", "backward"),
     "schedule": (None, "step", "cosine"),
     "inline": (True, False),
 }
@@ -217,8 +224,10 @@ class Loop(Training):
         if of["groups"] == "reserve":
             model.first.bias.requires_grad_(False)
         params = [param for param in model.parameters() if param.requires_grad]
-        if of["hooks"] == "module":
+        if of["hooks"] == "forward":
             model.blocks[0].register_forward_hook(lambda _module, _args, out: out * 0.5)
+        if of["hooks"] == "backward":
+            model.blocks[0].register_full_backward_hook(lambda _module, grads, _: tuple(grad * 0.5 for grad in grads))
         if of["groups"] == "two":
             return model, [{"params": params[::2]}, {"params": params[1::2], "lr": 2.0**-6}]
         return model, [{"params": params}]
@@ -252,10 +261,11 @@ class Loop(Training):
 
     def wrapped(self, groups: Any, place: str, sizes: Mapping[str, int]) -> tuple[Any, Any]:
         of = self.case.settings
-        given: dict[str, Any] = {"host": sizes["host"], "unit_limit": of["unit"], "page_size": 4096}
+        given: dict[str, Any] = {"host": sizes["host"], "unit_limit": of["unit"], "page_size": of["page"]}
         if "device" in sizes:
             given["device"] = f"cpu:{sizes['device']}"
-            given["split"] = pagoda.Split(device_update_share=1.0) if place == "large device" else None
+            given["adapt_after"] = 2 if place == "adapting device" else None
+            given["split"] = SPLITS.get(place)
         if "ssd" in place or "offload" in of["activations"]:
             given["ssd"] = f"{tempfile.mkdtemp(dir=self.folder)}:64MiB"
         dtype, _, gradients = of["dtype"].partition("+")
@@ -427,6 +437,22 @@ def hooked(of: Loop) -> None:
     handle.remove()
 
 
+def anomalies(of: Loop) -> None:
+    with torch.autograd.detect_anomaly():
+        of.loss().backward()
+
+
+def step_of_scaler(of: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    of.zero_grad()
+    scaler.scale(of.loss()).backward()
+    scaler.unscale_(of.optimizer)
+    if not of.paged and of.case.settings["clip"] is not None:
+        clip_exactly(of.params, LIMIT)
+    scaler.step(of.optimizer)
+    of.stepped = True
+
+
 def step_of_closure(of: Loop) -> None:
     def closure() -> torch.Tensor:
         of.zero_grad()
@@ -496,6 +522,7 @@ PASSES: dict[str, Action] = {
     "of inputs": of_inputs,
     "in a thread": lambda of: ThreadPoolExecutor(1).submit(PASSES["pass"], of).result(),
     "autocast": autocast,
+    "anomalies": anomalies,
     "hooked": hooked,
     "one block": one_block,
     "partly": lambda of: of.loss().backward(inputs=[param for param in of.params[::2] if param.requires_grad]),
@@ -505,7 +532,7 @@ PASSES: dict[str, Action] = {
     "failing forward": partial(failing, in_backward=False),
     "failing backward": partial(failing, in_backward=True),
 }
-ONCE = [*PASSES][:12]
+ONCE = [*PASSES][:13]
 """Those that have one backward."""
 GRADIENTS: dict[str, Action] = {
     **{name: lambda of, read=read: of.note(read(of)) for name, read in READS.items()},
@@ -548,7 +575,7 @@ ANYWHERE: dict[str, Action] = {
 }
 """Between steps, and between backward and `step()`."""
 BETWEEN: dict[str, Action] = {"restored": Loop.restore, "resumed": Loop.resume}
-STEPS: dict[str, Action] = {"step": Loop.step, "step of closure": step_of_closure}
+STEPS: dict[str, Action] = {"step": Loop.step, "step of closure": step_of_closure, "step of scaler": step_of_scaler}
 ACTIONS = PASSES | GRADIENTS | ANYWHERE | BETWEEN | STEPS
 PRODUCTS, CLIPS = ONE_NUMBER | {"numbers by foreach"}, {"clipped", "clipped by method"}
 
