@@ -337,7 +337,7 @@ def assert_alike(mine: Any, other: Any, where: str) -> None:
         for index, pair in enumerate(zip(mine, other, strict=True)):
             assert_alike(*pair, f"{where}, {index}")
     else:
-        assert mine == other, where
+        assert mine == other or (mine != mine and other != other), where  # both are NaN
 
 
 RULE: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}

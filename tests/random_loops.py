@@ -129,7 +129,7 @@ RULES: dict[str, Any] = {
     "adafactor": pagoda.Adafactor(lr=1e-2),
     "muon": pagoda.Muon(lr=1e-2),
 }
-REFERENCE = "all in ram"
+REFERENCE, ADAPTING = "all in ram", "adapting device"
 PLACES: dict[str, dict[str, float]] = {
     REFERENCE: {"host": 1},
     "ram": {"host": 1},
@@ -139,7 +139,7 @@ PLACES: dict[str, dict[str, float]] = {
     "device, ssd": {"host": 1.2, "device": 1.2},
     "updating device": {"host": 1, "device": 4},
     "home device": {"host": 1, "device": 4},
-    "adapting device": {"host": 1.5, "device": 12},
+    ADAPTING: {"host": 1.5, "device": 12},
 }
 """Tier -> times the least budget that `wrap` accepts."""
 SPLITS = {
@@ -190,10 +190,12 @@ class Case:
     @property
     def is_plain(self) -> bool:
         """Whether plain PyTorch has the same bits. Updates multiply by all factors at once, in fp32."""
-        of, used = self.settings, {*self.program}
-        known = self.rule in ("own sgd" if of["schedule"] is None else "", *PLAIN)
-        factors = bool(used & PRODUCTS), bool(used & CLIPS), of["clip"] is not None
-        return known and of["dtype"] == "fp32" and "bf16" not in self.blocks and not self.is_other and sum(factors) < 2
+        of, factors = self.settings, [0]
+        for action in self.program:
+            factors[-1] += action in FACTORS
+            factors += [0] * (action in STEPS)
+        known = self.rule in ("own sgd" if of["schedule"] is None else "", *PLAIN) and "bf16" not in self.blocks
+        return known and of["dtype"] == "fp32" and not self.is_other and max(factors) + (of["clip"] is not None) < 2
 
     def calm(self, name: str) -> "Case":
         """With the usual value of a setting."""
@@ -264,7 +266,7 @@ class Loop(Training):
         given: dict[str, Any] = {"host": sizes["host"], "unit_limit": of["unit"], "page_size": of["page"]}
         if "device" in sizes:
             given["device"] = f"cpu:{sizes['device']}"
-            given["adapt_after"] = 2 if place == "adapting device" else None
+            given["adapt_after"] = 2 if place == ADAPTING else None
             given["split"] = SPLITS.get(place)
         if "ssd" in place or "offload" in of["activations"]:
             given["ssd"] = f"{tempfile.mkdtemp(dir=self.folder)}:64MiB"
@@ -374,7 +376,7 @@ class Loop(Training):
             except Exception as error:
                 raise RefusedError(index, error) from error
         self.note([self.model.state_dict(), self.states()])
-        for tier, peak in self.optimizer.stats.peak_bytes.items() if self.paged else ():
+        for tier, peak in self.optimizer.stats.peak_bytes.items() if self.place not in (None, ADAPTING) else ():
             assert peak <= pagoda.plan_of(self.model).peak_bytes[tier], tier
         return self.found
 
@@ -577,7 +579,7 @@ ANYWHERE: dict[str, Action] = {
 BETWEEN: dict[str, Action] = {"restored": Loop.restore, "resumed": Loop.resume}
 STEPS: dict[str, Action] = {"step": Loop.step, "step of closure": step_of_closure, "step of scaler": step_of_scaler}
 ACTIONS = PASSES | GRADIENTS | ANYWHERE | BETWEEN | STEPS
-PRODUCTS, CLIPS = ONE_NUMBER | {"numbers by foreach"}, {"clipped", "clipped by method"}
+FACTORS = ONE_NUMBER | {"numbers by foreach", "clipped", "clipped by method"}
 
 # --- drawing, playing, shrinking --------------------------------------------------------------------------------
 
