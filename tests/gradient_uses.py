@@ -327,13 +327,17 @@ def assert_alike(mine: Any, other: Any, where: str) -> None:
     """Equal to the bit, and of the same types."""
     if isinstance(other, torch.Tensor):
         assert mine.dtype is other.dtype, where
-        assert torch.equal(mine, other), where
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True, msg=where)
+    elif isinstance(other, dict):
+        assert mine.keys() == other.keys(), where
+        for key, value in other.items():
+            assert_alike(mine[key], value, f"{where}, {key}")
     elif isinstance(other, list | tuple):
         assert len(mine) == len(other), where
         for index, pair in enumerate(zip(mine, other, strict=True)):
             assert_alike(*pair, f"{where}, {index}")
     else:
-        assert mine == other, where
+        assert mine == other or (mine != mine and other != other), where  # both are NaN
 
 
 RULE: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}

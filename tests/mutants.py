@@ -329,9 +329,14 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "plan/blocks.py": {
         "a block is read while its page is being written": (
-            "if end > offset:",
-            "if False:",
+            "if end > offset]",
+            "if False]",
             "plan/test_blocks.py",
+        ),
+        "a block waits for the last one with its page only, which an update may leave out": (
+            "= [*shared, (offset",
+            "= [(offset",
+            "plan/test_blocks.py runtime/test_random_loops.py",
         ),
     },
     "schedule/leases.py": {

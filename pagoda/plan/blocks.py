@@ -87,12 +87,13 @@ def _whole(
     layout: Layout, unit: UnitSpec, on_ssd: frozenset[str]
 ) -> tuple[list[tuple[int, int]], dict[int, tuple[int, ...]]]:
     """The blocks of a rule that takes whole parameters, and which of them others come after. Parts of several
-    parameters may share a page of a state on SSD. So a block is read after the last write to its first page."""
+    parameters may share a page of a state on SSD. So a block is read after all writes to its first page. An update may
+    leave out any of the blocks, so each names all of the others."""
     origin = layout.slices.updated(unit, layout.rank).start
     bounds: list[tuple[int, int]] = []
     after: dict[int, tuple[int, ...]] = {}
-    ends: dict[str, tuple[int, int]] = {}
-    """State -> the end of the pages of its latest part, and the block with that part."""
+    ends: dict[str, list[tuple[int, int]]] = {}
+    """State -> the ends of the pages of its latest parts, and the blocks with these parts."""
     for index, cut in enumerate(layout.cuts(unit)):
         bounds.append((cut.start - origin, cut.stop - origin))
         earlier = set[int]()
@@ -101,10 +102,9 @@ def _whole(
             if part is None:
                 continue
             offset, nbytes = layout.window(part, state)
-            end, before = ends.get(state.name, (0, -1))
-            if end > offset:
-                earlier.add(before)
-            ends[state.name] = offset + nbytes, index
+            shared = [(end, before) for end, before in ends.get(state.name, ()) if end > offset]
+            earlier.update(before for _, before in shared)
+            ends[state.name] = [*shared, (offset + nbytes, index)]
         if earlier:
             after[index] = tuple(sorted(earlier))
     return bounds, after

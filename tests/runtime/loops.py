@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from reference import InMemory
 from torch import nn
-from zoo import ConvNet, Loop, Outcome, Plain, assert_equal, batch, loss_of, take_step
+from zoo import Loop, Outcome, Plain, assert_equal, batch, loss_of, take_step
 
 import pagoda
 from pagoda.optimizer import PagedOptimizer
@@ -152,27 +152,6 @@ def rows(generator: torch.Generator) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
-def evaluation_between_forward_and_backward(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
-    loss = plain_loss(model, generator)
-    with torch.no_grad():
-        outcome.losses.append(plain_loss(model, generator).item())
-    learn(loss, outcome)
-
-
-def inference_mode_between_steps(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
-    with torch.inference_mode():
-        outcome.losses.append(plain_loss(model, generator).item())
-    learn(plain_loss(model, generator), outcome)
-
-
-def gradients_asked_for_by_the_user(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
-    """`torch.autograd.grad` of parameters returns gradients and leaves the accumulated ones alone."""
-    learn(model(**batch("conv", generator)), outcome)
-    other = model(**batch("conv", generator))
-    for grad in torch.autograd.grad(other, [p for p in model.parameters() if p.requires_grad]):
-        outcome.losses.append(grad.double().square().sum().item())
-
-
 def layers_skipped_at_random(model: Any, generator: Any, outcome: Outcome, step: int) -> None:
     kept = (torch.rand(8, generator=generator) < 0.6).nonzero().flatten().tolist()
     order = kept or [step % 8]
@@ -183,17 +162,6 @@ def no_gradient_in_one_micro_batch(model: Any, generator: Any, outcome: Outcome,
     """Layer 3 is used in the second pass only, layer 4 in the first two steps only, layer 2 twice in one pass."""
     for picked in ([0, 1, 2], [0, 3, 2, 2] if step < 2 else [0, 4, 2]):
         learn(model(rows(generator), picked), outcome)
-
-
-def backward_twice(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
-    loss = plain_loss(model, generator)
-    learn(loss, outcome, retain_graph=True)
-    learn(loss, outcome)
-
-
-def two_graphs_at_once(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
-    losses = [plain_loss(model, generator) for _ in range(2)]
-    learn(losses[0] * losses[1], outcome)
 
 
 def several_forwards_before_their_backwards(model: Any, generator: Any, outcome: Outcome, step: int) -> None:
@@ -227,14 +195,6 @@ def parts_with_graphs_of_their_own(model: Any, generator: Any, outcome: Outcome,
         assert first_x.grad is not None
 
 
-def one_layer_at_a_time(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
-    """The user calls the parts of a model, never the model."""
-    x = rows(generator).to(model.layers[0][0].weight.dtype)
-    for layer in model.layers:
-        x = layer(layer(x))
-    learn(x.float().square().mean(), outcome)
-
-
 def gradient_penalty(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
     """A second backward through the first one's graph."""
     x = rows(generator).requires_grad_()
@@ -243,36 +203,14 @@ def gradient_penalty(model: Any, generator: Any, outcome: Outcome, _step: int) -
     learn(loss + slope.square().sum(), outcome)
 
 
-def steps_without_gradients(model: Any, generator: Any, outcome: Outcome, step: int) -> None:
-    if step % 2 == 0:
-        learn(model(**batch("conv", generator)), outcome)
-
-
-def gradient_of_an_input(model: Any, generator: Any, outcome: Outcome, _step: int) -> None:
-    """Backward through the weights with no gradient for them, then a usual step."""
-    images = batch("conv", generator)
-    images["images"].requires_grad_()
-    (slope,) = torch.autograd.grad(model(**images), images["images"])
-    outcome.losses.append(slope.double().square().sum().item())
-    learn(model(**batch("conv", generator)), outcome)
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     of_step.__name__: (build, every_step(of_step, steps))
     for build, of_step, steps in (
-        (Plain, evaluation_between_forward_and_backward, STEPS),
-        (Plain, inference_mode_between_steps, STEPS),
-        (ConvNet, gradients_asked_for_by_the_user, STEPS),
         (Layers, layers_skipped_at_random, 2 * STEPS),
         (Layers, no_gradient_in_one_micro_batch, STEPS),
-        (Plain, backward_twice, STEPS),
-        (Plain, two_graphs_at_once, STEPS),
         (Plain, several_forwards_before_their_backwards, STEPS + 1),
         (Layers, parts_with_graphs_of_their_own, STEPS),
-        (Layers, one_layer_at_a_time, STEPS),
         (Layers, gradient_penalty, STEPS),
-        (ConvNet, steps_without_gradients, STEPS),
-        (ConvNet, gradient_of_an_input, STEPS),
     )
 }
 """A model, and a loop that must not depend on where its state lives."""

@@ -47,14 +47,13 @@ def test_unusual_loops_have_the_bits_of_torch_and_do_not_depend_on_placement(
     loop, fixed = CASES[name][1], {"lr": 1e-3, "precision": "fp32"}
     resident, by_torch = run(built(name), RESIDENT, loop, **fixed), in_memory(built(name), loop, lr=1e-3)
     assert_trained_alike(resident, by_torch)
-    activations: Any = {"backward_twice": "recompute", "two_graphs_at_once": "offload"}.get(name, "keep")
     if name == "gradient_penalty":
         return  # needs the weights of all layers at once
     if name == "no_gradient_in_one_micro_batch":
         store = SSDTier.store
         monkeypatch.setattr(SSDTier, "store", lambda *args: (time.sleep(0.002), store(*args))[1])
-    memory = squeeze(built(name), placement, tmp_path, precision="fp32", clipping=False, activations=activations)
-    outcome = run(built(name), memory, loop, activations=activations, **fixed)
+    memory = squeeze(built(name), placement, tmp_path, precision="fp32", clipping=False)
+    outcome = run(built(name), memory, loop, **fixed)
     assert "weight" in outcome.plan.bytes["ssd" if placement == ALL_ON_SSD else "host"]
     outcome.assert_same_bits(resident)
 
