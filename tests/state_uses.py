@@ -305,14 +305,15 @@ USES: dict[str, Use] = {
 }
 
 
-def train(of: Training, use: str, steps: int = 6) -> list[Any]:
-    """Take steps, with a use of the state after some. Returns what it has found, the losses, states and weights."""
+def train(of: Training, use: str, steps: int = 6, losses: bool = True) -> list[Any]:
+    """Take steps, with a use of the state after some. Returns what it has found, `losses`, states and weights."""
     for number in range(steps):
         loss = of.loss(number)
         loss.backward()
         of.optimizer.step()
         of.optimizer.zero_grad()
-        of.found.append(loss.detach())
+        if losses:
+            of.found.append(loss.detach())
         if number in (1, 2, 4):
             of.found.append(USES[use](of))
     of.found.append(snapshot(of.optimizer.state, of.params))
@@ -322,7 +323,7 @@ def train(of: Training, use: str, steps: int = 6) -> list[Any]:
 def plainly(use: str, rule: str, ranks: tuple[int, ...] = (0,)) -> list[Any]:
     """What plain PyTorch finds."""
     model = Net()
-    return train(Training(model, in_ram(model, RULES[rule]()), ranks), use)
+    return train(Training(model, in_ram(model, RULES[rule]()), ranks), use, losses=len(ranks) == 1)
 
 
 assert WIDTH > 8, "rows 1, 5 and 8 are resampled"

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from gradient_uses import Net, Training, assert_alike
 from runtime.conftest import Wrap
 from state_uses import RULES, USES, plainly, train
