@@ -193,12 +193,17 @@ class ShownStates:
 
     def _values(self, state: ParameterState, given: dict[str, Any]) -> dict[str, Any]:
         """What is new in an entry, ready to be written."""
-        param = _identity(state)
-        missing = sorted(blank_entry(state).keys() - given.keys()) if given else []
-        if missing:
+        param, blank, rule = _identity(state), blank_entry(state), self._engine.rule
+        for key, value in given.items():
+            if key not in blank or not isinstance(value, torch.Tensor | int | float):
+                raise UsageError(
+                    f"optimizer.state of {state.name!r} has a {type(value).__name__} {key!r}. It has a place for "
+                    f"tensors and numbers that {rule.name} keeps: keep others in a dictionary of your own."
+                )
+        if given and (missing := sorted(blank.keys() - given.keys())):
             raise UsageError(
-                f"optimizer.state of {state.name!r} has no {', '.join(missing)}, but {self._engine.rule.name} needs "
-                "all its states. Set them all, or none (optimizer.state[param] = {}), and it begins anew."
+                f"optimizer.state of {state.name!r} has no {', '.join(missing)}, but {rule.name} needs all its states. "
+                "Set them all, or none (optimizer.state[param] = {}), and it begins anew."
             )
         known = self._shown.get(param, {})
         values = {key: value for key, value in given.items() if not (known and self._is_same(param, key, value))}

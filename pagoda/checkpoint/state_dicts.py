@@ -11,7 +11,7 @@ from torch import nn
 from pagoda.checkpoint.adapter import saved_by_peft
 from pagoda.checkpoint.live import live_weights
 from pagoda.checkpoint.module_states import load_into, module_states
-from pagoda.checkpoint.state import ParameterState, settled, state_of, states_of, unpaged, whole_states
+from pagoda.checkpoint.state import settled, state_of, states_of, unpaged, whole_states
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.mesh.dtensors import local
@@ -40,7 +40,7 @@ class _InDict:
 
 
 class _Copy(NamedTuple):
-    """A parameter's copy in a state dict."""
+    """A copy of a parameter of the user's model, in a state dict."""
 
     name: str
     tensor: ref[torch.Tensor]
@@ -50,10 +50,10 @@ class _Copy(NamedTuple):
     """That of the copy when it was made."""
 
     @classmethod
-    def of(cls, state: ParameterState, value: torch.Tensor) -> "_Copy":
+    def of(cls, name: str, value: torch.Tensor) -> "_Copy":
         counter = local(value).detach()
         counter.set_(torch.empty(0, dtype=value.dtype))  # type: ignore[call-overload]
-        return cls(state.name, ref(value), counter, counter._version)
+        return cls(name, ref(value), counter, counter._version)
 
 
 class WeightStateDicts:
@@ -130,11 +130,13 @@ class WeightStateDicts:
                     whole = copies.get((part.whole, version))
                     if whole is None:
                         whole = copies[part.whole, version] = torch.empty(part.shape, dtype=value.dtype)
+                        self._copies.append(_Copy.of(part.whole, whole))
                     tile = whole.view(-1)[part.start : part.start + value.numel()].view(value.shape)
                     tile.data.copy_(value)  # which counts as no write
                     value = tile
                 value = copies[id(param), version] = state.as_param(value)
-                self._copies.append(_Copy.of(state, value))
+                if part is None:
+                    self._copies.append(_Copy.of(state.name, value))
             state_dict[prefix + name] = value
 
     def _in_dict(self, state_dict: dict[str, Any]) -> _InDict:
@@ -164,7 +166,7 @@ class WeightStateDicts:
             if value is param or not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue  # torch reports what is missing, is not a tensor or has the wrong shape
             state.overwrite(state.stored(value))
-            self._copies = [copy for copy in self._copies if copy.name != state.name]
+            self._copies = [copy for copy in self._copies if copy.name != state.whole]
             state_dict[prefix + name] = param  # which torch copies to itself
 
 
