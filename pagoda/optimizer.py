@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pagoda.autograd.hooks import ModelHooks
 from pagoda.checkpoint.merging import guard_merging
 from pagoda.checkpoint.optimizer_states import check_entry, read_entry, torch_file, write_entry
+from pagoda.checkpoint.shown_states import ShownStates
 from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.checkpoint.state import ParameterState, all_states, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
@@ -59,10 +60,28 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._hooks = ModelHooks(model, engine)
         guard_merging(model)
         self._weights = WeightStateDicts(model, engine)
+        self._shown_states = ShownStates(engine, self._members)
+        engine.before_use += [self._shown_states.take]
+        engine.forget_states = self._shown_states.forget
         self._snapshot = Snapshot(model, engine)
         self._saving = threading.RLock()
         """Held by the thread that saves a checkpoint, until it has started to write it, or with `wait` has written
         it."""
+
+    @property
+    def state(self) -> Any:
+        """The states of each parameter that has been updated, as torch's optimizer of the same class has them, in fp32.
+
+        Read them and write to them like tensors. A parameter whose entry is removed or emptied begins anew with its
+        next update. New entries and values are written to pages before the next forward, step or checkpoint. The
+        dictionaries hold no values: each function gets a copy, and `state_dict` returns copies of all.
+        """
+        return self._shown_states.mapping
+
+    @state.setter
+    def state(self, mapping: Any) -> None:
+        if hasattr(self, "_shown_states"):  # torch's constructor sets an empty one
+            self._shown_states.replace(mapping)
 
     @property
     def stats(self) -> StepStats:
@@ -119,6 +138,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._check_members()
         self._engine.accesses.check_open()
         self._in_model.check()
+        self._engine.take_changes()
         stepped = [param for group in self.param_groups for param in group["params"]]
         check_step(param.requires_grad or self._has_gradient(param) for param in stepped)
         after = [self._engine.rule.after_step(group) for group in self.param_groups]
@@ -133,6 +153,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     group.update(changed)
 
         self._engine.step(ended, late=not waits)
+        self._shown_states.show()
         if self.stats.grad_norm is None and not self.stats.skipped and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             warnings.warn(
@@ -162,6 +183,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         rule = self._engine.rule
         if not isinstance(rule, Optim):
             return
+        self._engine.take_changes()
         for group in self.param_groups:
             if not (changed := rule.after_switch(mode, group)):
                 continue
@@ -169,6 +191,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 for param in group["params"]:
                     _switch(rule.with_group(group), mode, self._states[id(param)])
             group.update(changed)
+        self._shown_states.show()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no `step()` has consumed. With `set_to_none=False`, set every gradient to zero, also
@@ -229,9 +252,10 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises UsageError between backward and `step()` if units are updated during backward.
         """
-        with self._engine.settled():
+        self._engine.take_changes()
+        with self._engine.settled(), self._shown_states.unseen():
             plain = super().state_dict()
-            entries = enumerate(map(_entry, self._members()))
+            entries = enumerate(map(self._entry, self._members()))
             return {**plain, "state": {index: entry for index, entry in entries if entry}, **self._loss_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,12 +289,14 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._mark_grouped()
             for index, state in enumerate(self._members()):
                 write_entry(state, states.get(index, {}))
+        self._engine.forget_states()
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Iterate over the name and torch state of each parameter that has been updated, with one in RAM at a time.
 
         Raises UsageError if a step was taken, or a backward updated units, before the iteration has ended.
         """
+        self._engine.take_changes()
         queued = self._engine.stepper.queued
         for state in self._members():
             if self._engine.stepper.queued != queued:
@@ -279,7 +305,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     "would be from different steps: finish the iteration before the next step."
                 )
             with self._engine.settled():  # whoever reads may have done anything since
-                entry = _entry(state)
+                entry = self._entry(state)
             if entry:
                 yield state.name, entry
 
@@ -296,7 +322,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "torch.distributed.checkpoint with pagoda.OptimizerState."
             )
         self._in_model.check()
-        shapes = {state.name: blank for state in self._members() if (blank := _entry(state, blank=True))}
+        self._engine.take_changes()
+        shapes = {state.name: blank for state in self._members() if (blank := self._entry(state, blank=True))}
         blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
         with torch_file(Path(path), blanks) as (content, write):
             for name, entry in self.named_states():
@@ -338,6 +365,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         with self._saving:
             self.wait_for_checkpoint()
             with self._engine.alone():
+                self._engine.take_changes()
                 self._snapshot.save(path, named(self.param_groups), extra or {}, old, on_error)
             if wait:
                 self.wait_for_checkpoint()
@@ -410,6 +438,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 yield self._states[id(param)]
 
+    def _entry(self, state: ParameterState, blank: bool = False) -> dict[str, Any]:
+        """The torch optimizer's state of a parameter. Empty before the parameter's first update."""
+        return read_entry(state, blank) if self._shown_states.has(state) else {}
+
     def _has_gradient(self, param: nn.Parameter) -> bool:
         state = self._states[id(param)]
         return state.unit.has_gradient(state.slot)
@@ -434,11 +466,6 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "parameters, use wrap(reserve=...) and add_param_group(); to stop training some, use "
                 "requires_grad_(False)."
             )
-
-
-def _entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
-    """The torch optimizer's state of a parameter. Empty before the parameter's first update."""
-    return read_entry(state, blank) if state.unit.steps[state.slot] else {}
 
 
 def _switch(rule: Optim, mode: Mode, state: ParameterState) -> None:

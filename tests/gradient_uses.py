@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -328,10 +328,9 @@ def assert_alike(mine: Any, other: Any, where: str) -> None:
     if isinstance(other, torch.Tensor):
         assert mine.dtype is other.dtype, where
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True, msg=where)
-    elif isinstance(other, dict):
-        assert mine.keys() == other.keys(), where
-        for key, value in other.items():
-            assert_alike(mine[key], value, f"{where}, {key}")
+    elif isinstance(other, Mapping):
+        assert [*mine] == [*other], where
+        assert_alike([*mine.values()], [*other.values()], f"{where}, {[*other]}")
     elif isinstance(other, list | tuple):
         assert len(mine) == len(other), where
         for index, pair in enumerate(zip(mine, other, strict=True)):

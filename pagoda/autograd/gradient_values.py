@@ -23,11 +23,11 @@ TOO_LATE = (
 )
 
 
-class GradientCopy(NamedTuple):
-    """A copy of a gradient."""
+class ValuesCopy(NamedTuple):
+    """A copy of what a marker stands for."""
 
     values: torch.Tensor
-    """As `param.grad` is in plain PyTorch. It may be changed."""
+    """As they are in plain PyTorch. They may be changed."""
     before: tuple[torch.Tensor, torch.Tensor] | None
     """Unless pages have the gradient in this form: `values` again, not to be changed, and the values that pages have,
     flat, in fp32."""
@@ -106,11 +106,11 @@ class GradientValues:
 
     # --- with values ---
 
-    def read(self, unit: LiveUnit, slot: int, asked_by: str) -> GradientCopy:
+    def read(self, unit: LiveUnit, slot: int, asked_by: str) -> ValuesCopy:
         """A copy of a gradient, as plain PyTorch has it."""
         return self._accesses.turn.run(self._read, unit, slot, asked_by)
 
-    def _read(self, unit: LiveUnit, slot: int, asked_by: str) -> GradientCopy:
+    def _read(self, unit: LiveUnit, slot: int, asked_by: str) -> ValuesCopy:
         with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
             gradient = self._gradients.get(unit)
             assert gradient is not None, "a marker stands for it"
@@ -120,14 +120,14 @@ class GradientValues:
             return self._shown(unit, slot, kept.to(unit.blanks[slot].device))
 
     def write(
-        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: GradientCopy | None = None
+        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: ValuesCopy | None = None
     ) -> None:
         """Let `values`, in the shape and dtype of the parameter, be its gradient. `reading`: what they were made of.
         Elements that have not changed since keep the precision that pages have."""
         self._accesses.turn.run(self._write, unit, slot, values, asked_by, reading)
 
     def _write(
-        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: GradientCopy | None
+        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: ValuesCopy | None
     ) -> None:
         dtype, scale = self._gradients.dtype(unit), self._scaler.scale
         with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
@@ -171,7 +171,7 @@ class GradientValues:
             reading = self.read(unit, slot, "a backward after a multiplication of param.grad")
             self.write(unit, slot, reading.values, "a backward after a multiplication of param.grad", reading)
 
-    def _shown(self, unit: LiveUnit, slot: int, kept: torch.Tensor) -> GradientCopy:
+    def _shown(self, unit: LiveUnit, slot: int, kept: torch.Tensor) -> ValuesCopy:
         dtype, scale, factor = unit.blanks[slot].dtype, self._scaler.scale, self.factor(unit, slot)
         in_pages = kept.dtype is dtype and scale == 1
         flat = kept if in_pages else (kept.float() / scale).to(dtype)
@@ -180,8 +180,8 @@ class GradientValues:
         stored = flat.view(unit.spec.slots[slot].param.shape)
         values = unit.as_param(slot, unit.shown(slot, stored))
         if in_pages:
-            return GradientCopy(values, None)
-        return GradientCopy(values, (values.clone(), kept.float() * factor))
+            return ValuesCopy(values, None)
+        return ValuesCopy(values, (values.clone(), kept.float() * factor))
 
     @contextmanager
     def _alone(self, unit: LiveUnit, slot: int, asked_by: str) -> Iterator[None]:

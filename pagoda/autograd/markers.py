@@ -1,10 +1,11 @@
-"""Markers: what `param.grad` shows for a gradient that lies in pages.
+"""Markers: what `param.grad` and `optimizer.state` show for values that lie in pages.
 
-A marker is a hidden tensor (`parameters/hidden.py`). It exists as long as the gradient. After `step()` it stays until
-`zero_grad`, as the gradient does in plain PyTorch, but without values.
+A marker is a hidden tensor (`parameters/hidden.py`). That of a gradient exists as long as the gradient. After `step()`
+it stays until `zero_grad`, as the gradient does in plain PyTorch, but without values.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from pagoda.autograd.uses import EXPORTS, hidden_again, one_by_one, replaced
 from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import DTensorForm
 from pagoda.parameters.hidden import (
-    GRADIENT,
+    MARKED,
     MOVED,
     READS_FIRST,
     Hidden,
@@ -39,7 +40,35 @@ _QUOTIENTS = frozenset({"div_", "_foreach_div_"})
 _PRODUCTS = frozenset({"mul_", "_foreach_mul_"}) | _QUOTIENTS
 
 
-class MarkedGradient:
+class Marked(ABC):
+    """What a marker stands for."""
+
+    @abstractmethod
+    def open(self, marker: object, asked_by: str) -> tuple[Any, ...]:
+        """What reads and writes the values, like `GradientValues`, and the arguments that tell it which. Raises
+        UsageError if the marker no longer stands for anything."""
+
+    @property
+    @abstractmethod
+    def is_alone(self) -> bool:
+        """Whether the values can be read without other ranks."""
+
+    def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function that uses values of markers, which may be of several models.
+
+        Parameters among the arguments are still hidden. They get their values when `func` is called with those of the
+        markers.
+        """
+        if name == "__set__":  # of `data`
+            if args[1].shape != args[0].shape:
+                raise UsageError(f"{name_of(args[0])!r} has shape {tuple(args[0].shape)}: its data keeps that shape.")
+            name, func, args = "copy_", torch.Tensor.copy_, (args[0], args[1].detach())
+        if "_foreach_" in name and len(args[0]) > 1:
+            return one_by_one(func, args, kwargs)
+        return _call_on_copies(func, name, args, kwargs)
+
+
+class MarkedGradient(Marked):
     """The gradient behind a marker. It keeps nothing alive, because Python's garbage collector does not see
     `param.grad`."""
 
@@ -62,74 +91,62 @@ class MarkedGradient:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the gradient can be read without other ranks."""
         stepper = self._stepper()
         return stepper is not None and stepper.rank_group is None
 
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function that uses values of gradients, which may be of several models.
-
-        Parameters among the arguments are still hidden. They get their values when `func` is called with those of the
-        gradients.
-        """
+        """Like `Marked.call`. A norm, and a product with a number, need no values."""
         if name in _NORMS and _is_whole_norm(name, args, kwargs):
             return _norms(args[0], name)
         if name in _PRODUCTS and len(args) == 2 and not kwargs and _is_known(args[0]) and _is_number(args[1], name):
             return _multiply(args[0], args[1], name)
-        if name == "__set__":  # of `data`
-            if args[1].shape != args[0].shape:
-                raise UsageError(f"{name_of(args[0])!r} has shape {tuple(args[0].shape)}: its data keeps that shape.")
-            name, func, args = "copy_", torch.Tensor.copy_, (args[0], args[1].detach())
-        if "_foreach_" in name and len(args[0]) > 1:
-            return one_by_one(func, args, kwargs)
         if name == "zero_" and _is_whole(args[0]):
             return _zero(args[0])
-        return _call_on_copies(func, name, args, kwargs)
+        return super().call(func, name, args, kwargs)
 
 
-def marker(blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: "Stepper") -> Any:
-    """A marker with the shape of `blank`, for the gradient of a unit's parameter that arrives now."""
-    made, name, form = blank.detach(), f"{unit.name(slot)}.grad", unit.forms[slot]
+def marker(made: torch.Tensor, form: Any, name: str, marked: Marked) -> Any:
+    """Make `made` a marker. `form`: that of its parameter, if it has the parameter's shape."""
     if isinstance(form, DTensorForm):
         hide_part(form.held(made), made, name)
     hide(made, name)
-    setattr(made, GRADIENT, MarkedGradient(unit, slot, stepper))
+    setattr(made, MARKED, marked)
     return made
 
 
 def _call_on_copies(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function with copies of the gradients. What it has changed is written back."""
+    """Call a function with copies of what markers stand for. What it has changed is written back."""
     used = args[:1] if name in READS_FIRST else (args, kwargs)
-    leaves = [leaf for leaf in hidden_in(used) if _home(leaf) is not None]
+    leaves = [leaf for leaf in hidden_in(used) if _marked(leaf) is not None]
     for leaf in leaves if torch.is_grad_enabled() else ():
         if leaf.requires_grad:
             raise UsageError(without_graph(name_of(leaf)))
-    homes = {root: _home(root).open(root, name) for root in map(root_of, leaves)}
-    readings = {root: values.read(unit, slot, f"{name}()") for root, (values, unit, slot) in homes.items()}
+    opened = {root: _marked(root).open(root, name) for root in map(root_of, leaves)}
+    readings = {root: values.read(*which, f"{name}()") for root, (values, *which) in opened.items()}
     given = {id(leaf): viewed(leaf, readings[root_of(leaf)].values) for leaf in leaves}
     versions = {key: value._version for key, value in given.items()}
     result = func(*replaced(args, given), **replaced(kwargs, given))
     written = {root_of(leaf) for leaf in leaves if given[id(leaf)]._version != versions[id(leaf)]}
-    for root, (values, unit, slot) in homes.items():
+    for root, (values, *which) in opened.items():
         if root in written or name.startswith("_amp_foreach_"):  # which changes no version
-            values.write(unit, slot, readings[root].values, f"{name}()", readings[root])
+            values.write(*which, readings[root].values, f"{name}()", readings[root])
     if name in EXPORTS:
         result.setflags(write=False)
     return result if name in EXPORTS or name in MOVED else hidden_again(result, name, func, args, kwargs, given)
 
 
-def _home(tensor: Any) -> Any:
-    """The gradient that a hidden tensor shows, or of which it is a view. None for a parameter's values."""
-    return vars(root_of(tensor)).get(GRADIENT)
+def _marked(tensor: Any) -> Any:
+    """What a hidden tensor stands for, or that of which it is a view. None for a parameter's values."""
+    return vars(root_of(tensor)).get(MARKED)
 
 
 def _is_whole(tensor: Any) -> bool:
-    """Whether a tensor is a marker, and not a view of a part of one."""
-    return isinstance(tensor, Hidden) and GRADIENT in vars(undetached(tensor))
+    """Whether a tensor is the marker of a gradient, and not a view of a part of one."""
+    return isinstance(tensor, Hidden) and isinstance(vars(undetached(tensor)).get(MARKED), MarkedGradient)
 
 
 def _is_known(of: Any) -> bool:
-    """Whether a tensor, or each in a list, is a marker or has values."""
+    """Whether a tensor, or each in a list, is the marker of a gradient or has values."""
     each = of if isinstance(of, list | tuple) else [of]
     return all(_is_whole(tensor) or not isinstance(tensor, Hidden) for tensor in each)
 
@@ -144,7 +161,7 @@ def _norms(of: Any, asked_by: str) -> Any:
     """The norm of a marker, or of each tensor in a list, in float64, because it is known with that precision."""
     if not isinstance(of, torch.Tensor):
         return [_norms(each, asked_by) if _is_whole(each) else each.norm() for each in of]
-    values, unit, slot = _home(of).open(root_of(of), asked_by)
+    values, unit, slot = _marked(of).open(root_of(of), asked_by)
     return torch.tensor(values.norm(unit, slot), dtype=torch.float64, device=unit.blanks[slot].device)
 
 
@@ -161,7 +178,7 @@ def _multiply(what: Any, by: Any, asked_by: str) -> Any:
         if not _is_whole(each):
             each.mul_(factor)
             continue
-        values, unit, slot = _home(each).open(root_of(each), asked_by)
+        values, unit, slot = _marked(each).open(root_of(each), asked_by)
         if not values.scale(unit, slot, factor):
             _call_on_copies(torch.Tensor.mul_, asked_by, (each, factor), {})
     return what
@@ -169,7 +186,7 @@ def _multiply(what: Any, by: Any, asked_by: str) -> Any:
 
 def _zero(whole: Any) -> Any:
     """Let a gradient be zero, also one that a step has used: then the next step applies a gradient of zeros."""
-    values, unit, slot = _home(whole).open(root_of(whole), "zero_", to_write=True)
+    values, unit, slot = _marked(whole).open(root_of(whole), "zero_", to_write=True)
     zeros = torch.zeros(unit.spec.slots[slot].param.shape, dtype=unit.blanks[slot].dtype)
     values.write(unit, slot, unit.as_param(slot, unit.shown(slot, zeros)), "zero_()")
     unit.mark(slot)

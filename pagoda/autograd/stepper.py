@@ -13,7 +13,7 @@ import torch
 from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.gradient_values import TOO_LATE, GradientValues
 from pagoda.autograd.loss_scale import LossScaler
-from pagoda.autograd.markers import marker
+from pagoda.autograd.markers import MarkedGradient, marker
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.parameters.hidden import unseen
@@ -342,7 +342,8 @@ class Stepper:
 
     def mark(self, unit: LiveUnit, slot: int) -> None:
         """A parameter has a new gradient. Whoever keeps the marker of an older one cannot use it any more."""
-        unit.markers[slot] = marker(unit.blanks[slot], unit, slot, self)
+        marked, name = MarkedGradient(unit, slot, self), f"{unit.name(slot)}.grad"
+        unit.markers[slot] = marker(unit.blanks[slot].detach(), unit.forms[slot], name, marked)
         unit.mark(slot)
 
     def settle(self, gradients: Iterable[UnitGradient]) -> None:

@@ -30,14 +30,33 @@ def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
 
     Writing back an entry changes no bit. With `blank`, every tensor is on the meta device.
     """
-    engine, unit, slot = state
+    store = state.engine.store
     kept = {
-        name: torch.empty(span.shape, dtype=engine.store.dtype(unit.index, name), device="meta")
+        name: torch.empty(span.shape, dtype=store.dtype(state.unit.index, name), device="meta")
         if blank and span.shape and state.spec.shape  # a rule may read scalars, and all states of one
         else state.read(name)
         for name, span in state.moments().items()
     }
-    entry = dict(engine.rule.torch_state(unit.steps[slot], kept))
+    return _entry_of(state, kept, blank)
+
+
+def blank_entry(state: ParameterState) -> dict[str, Any]:
+    """Like `read_entry` with `blank`, but nothing is read: numbers are zero."""
+    store = state.engine.store
+    kept = {
+        name: torch.zeros(
+            span.shape,
+            dtype=store.dtype(state.unit.index, name),
+            device="meta" if span.shape and state.spec.shape else "cpu",
+        )
+        for name, span in state.moments().items()
+    }
+    return _entry_of(state, kept, blank=True)
+
+
+def _entry_of(state: ParameterState, kept: Mapping[str, torch.Tensor], blank: bool = False) -> dict[str, Any]:
+    """The entry for a parameter's states, or some of them."""
+    entry = dict(state.engine.rule.torch_state(state.unit.steps[state.slot], kept))
     for name, value in entry.items():
         if isinstance(value, torch.Tensor) and blank:
             entry[name] = value.to("meta")
@@ -46,10 +65,23 @@ def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
     return entry
 
 
+def read_value(state: ParameterState, key: str) -> Any:
+    """The value of `read_entry` under one key, which pages have."""
+    return _entry_of(state, {spec.name: state.read(spec.name) for spec in state.engine.rule.states_of(key)})[key]
+
+
+def write_value(state: ParameterState, key: str, value: Any) -> None:
+    """Overwrite what `read_value` reads, in any float dtype and from any device."""
+    rule = state.engine.rule
+    kept = rule.kept_states(_own_parts(state, {key: value}), state.name, state.spec.shape)
+    for spec in rule.states_of(key):
+        state.write(spec.name, kept[spec.name])
+
+
 def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
     """Raises CheckpointError if the entry belongs to another optimizer or to a parameter of another shape. States may
     be missing."""
-    own, spans = read_entry(state, blank=True), state.moments()
+    own, spans = blank_entry(state), state.moments()
     for name, value in entry.items():
         if value is None or name == "step":
             continue
@@ -73,12 +105,17 @@ def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
     takes its part of tensors with the parameter's shape.
     """
     engine, unit, slot = state
-    form = unit.forms[slot]
-    if isinstance(form, DTensorForm):
-        wholes = {k: v for k, v in entry.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
-        entry = {**entry, **{key: state.stored(value) for key, value in wholes.items()}}
     unit.steps[slot] = engine.rule.steps_in(entry)
-    state.write_entry(entry)
+    state.write_entry(_own_parts(state, entry))
+
+
+def _own_parts(state: ParameterState, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry for this rank's part of a parameter, if tensor-parallel ranks divide it."""
+    form = state.unit.forms[state.slot]
+    if not isinstance(form, DTensorForm):
+        return entry
+    wholes = {k: v for k, v in entry.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
+    return {**entry, **{key: state.stored(value) for key, value in wholes.items()}}
 
 
 def stored_entry(rule: Rule, checkpoint: SavedCheckpoint, name: str) -> dict[str, torch.Tensor]:
@@ -148,6 +185,7 @@ class OptimizerState:
 
         Raises UsageError between backward and step() if updates run during backward.
         """
+        self._engine.take_changes()
         with self._engine.settled():
             states = {name: _whole_entry(whole) for name, whole in self._wholes.items()}
             scale = self._engine.stepper.scaler.state_dict()
@@ -177,6 +215,7 @@ class OptimizerState:
                     state.write_entry({**entries[name], **{key: parts[index] for key, parts in cut.items()}})
             for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in given.items() if key != "params"})
+        self._engine.forget_states()
 
     def _groups(self) -> list[dict[str, Any]]:
         """The `param_groups` with the names of their parameters, including those on other ranks."""

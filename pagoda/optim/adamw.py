@@ -74,9 +74,9 @@ class AdamW(Adam):
         """Both moments, as values or codes, then their floors, in the order of the kernels' arguments."""
         return _MOMENTS[self.moments]
 
-    def states_of(self, moment: str) -> tuple[StateSpec, ...]:
-        """The states that store one of `MOMENT_NAMES`: values or codes, then floors."""
-        return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
+    def states_of(self, key: str) -> tuple[StateSpec, ...]:
+        """For one of `MOMENT_NAMES`: values or codes, then floors."""
+        return _MOMENTS[self.moments][MOMENT_NAMES.index(key) :: len(MOMENT_NAMES)]
 
     def noise(self, parameter: str, step: int) -> Key | None:
         """A key, unless moments are fp32 and not rounded."""
@@ -98,11 +98,12 @@ class AdamW(Adam):
         """The entry of torch's AdamW: moments in fp32, however they are stored."""
         from pagoda.optim.flat import decode_moment  # imports Numba
 
-        shape = kept[self.own_states()[0].name].shape
-        moments = {
-            name: decode_moment(name, [kept[spec.name].reshape(-1) for spec in self.states_of(name)]).view(shape)
-            for name in MOMENT_NAMES
-        }
+        moments = {}
+        for name in MOMENT_NAMES:
+            specs = self.states_of(name)
+            if specs[0].name in kept:
+                values = decode_moment(name, [kept[spec.name].reshape(-1) for spec in specs])
+                moments[name] = values.view(kept[specs[0].name].shape)
         return {"step": torch.tensor(float(step)), **moments}
 
     def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

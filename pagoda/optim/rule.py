@@ -243,6 +243,10 @@ class Rule(ABC):
         """
         return {"step": torch.tensor(float(step)), **kept} if self.counts_steps else dict(kept)
 
+    def states_of(self, key: str) -> tuple[StateSpec, ...]:
+        """The `own_states` that store what a torch ``state_dict`` has under a key."""
+        return tuple(spec for spec in self.own_states() if spec.name == key)
+
     def steps_in(self, state: Mapping[str, Any]) -> int:
         """Number of updates that the parameter of such an entry has had. 0 for an empty entry.
 

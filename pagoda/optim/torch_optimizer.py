@@ -149,8 +149,8 @@ class Optim(TensorRule):
         return {name: self._value(name, value) for name, value in kept.items()}
 
     def steps_in(self, state: Mapping[str, Any]) -> int:
-        """The class's own count, if it has one. Otherwise 1 if there was an update, and 0 if not."""
-        return int(state["step"]) if "step" in state else int(bool(state))
+        """The class's own count, if it has one, and at least 1, because there are states. 0 for an empty entry."""
+        return max(1, int(state.get("step", 1))) if state else 0
 
     def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
         """Numbers become tensors of one element."""

@@ -19,8 +19,8 @@ Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 HOME = "_pagoda_home"
 """Attribute of a managed parameter. Its `open()` returns engine, unit and slot, with `read` and `overwrite`."""
-GRADIENT = "_pagoda_gradient"
-"""Attribute of a hidden tensor that a parameter shows as its gradient. Its `call` carries out functions."""
+MARKED = "_pagoda_marked"
+"""Attribute of a marker: a hidden tensor that stands for a gradient or a state. Its `call` carries out functions."""
 _VIEW = "_pagoda_view"
 """Attribute of a view of a hidden tensor: its `_View`."""
 _VIEWS = "_pagoda_views"
@@ -87,8 +87,8 @@ class Hidden:
             home = vars(first)[HOME].open()
             return home.engine.stepper.values.assign(home.unit, home.slot, args[1])
         if (name, attribute) == ("__set__", "data") and not _is_same(first, args[1]):
-            return _use(func, name, args, kwargs) if is_gradient(first) else _replace_values(first, args[1])
-        if name in _REFUSED and not in_forward(first) and not (name == "__reduce_ex__" and is_gradient(first)):
+            return _use(func, name, args, kwargs) if is_marker(first) else _replace_values(first, args[1])
+        if name in _REFUSED and not in_forward(first) and not (name == "__reduce_ex__" and is_marker(first)):
             _refuse(f"cannot be used in {name}()", (args, kwargs))
         is_view = name == "__get__" and attribute in _VIEW_ATTRIBUTES
         if not is_view if attribute else _reads_no_value(name, first):
@@ -98,7 +98,7 @@ class Hidden:
             if is_view or name in _VIEW_METHODS:
                 return views_of(func, args, kwargs)[0]
             # `grad.detach().cpu()` is a copy that may be kept, `grad.cpu()` is what a module sets that is moved.
-            is_kept = is_gradient(first) and root_of(first) is not first
+            is_kept = is_marker(first) and root_of(first) is not first
             if name in MOVED and not is_kept and _moves_nothing(func, args, kwargs):
                 return first
         return _use(func, name, args, kwargs)
@@ -122,7 +122,7 @@ class Hidden:
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
             root = vars(root_of(self))
-            if root[GRADIENT].is_alone if GRADIENT in root else root[HOME].open().engine.rank_group is None:
+            if root[MARKED].is_alone if MARKED in root else root[HOME].open().engine.rank_group is None:
                 return repr(self.__deepcopy__({}))
         except (PagodaError, KeyError):
             pass  # the values are gone or damaged; whoever prints, may print an error
@@ -148,8 +148,8 @@ def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _use(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out a function that uses values."""
     for root in map(root_of, hidden_in((args, kwargs))):
-        if (gradient := vars(root).get(GRADIENT)) is not None:
-            return gradient.call(func, name, args, kwargs)
+        if (marked := vars(root).get(MARKED)) is not None:
+            return marked.call(func, name, args, kwargs)
     homes = [vars(root).get(HOME) for root in map(root_of, hidden_in((args, kwargs)))]
     if None in homes:
         raise UsageError(
@@ -237,9 +237,9 @@ def hidden_in(arguments: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
 
 
-def is_gradient(tensor: Any) -> bool:
-    """Whether a hidden tensor is a parameter's gradient, or a view of one."""
-    return isinstance(tensor, Hidden) and GRADIENT in vars(root_of(tensor))
+def is_marker(tensor: Any) -> bool:
+    """Whether a hidden tensor stands for a gradient or a state, or is a view of one that does."""
+    return isinstance(tensor, Hidden) and MARKED in vars(root_of(tensor))
 
 
 def _is_same(tensor: Any, other: Any) -> bool:
@@ -276,8 +276,8 @@ _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward)
 def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differentiate by hidden parameters, through the edges of the graph that lead to them. Whatever runs in backward,
     such as a checkpoint, must find parameters hidden as ever."""
-    for gradient in filter(is_gradient, hidden_in((args, kwargs))):
-        raise UsageError(without_graph(name_of(gradient)))
+    for marker in filter(is_marker, hidden_in((args, kwargs))):
+        raise UsageError(without_graph(name_of(marker)))
     edge: Any = torch.autograd.graph.get_gradient_edge
     with as_plain():
         on_edges, options = tree_map(lambda leaf: edge(leaf) if isinstance(leaf, Hidden) else leaf, (args, kwargs))
@@ -362,10 +362,10 @@ def write_instead(name: str) -> str:
 
 def _refuse(what: str, args: Any) -> NoReturn:
     name = next(map(name_of, hidden_in(args)), "?")
-    if any(map(is_gradient, hidden_in(args))):
+    if any(map(is_marker, hidden_in(args))):
         raise UsageError(
-            f"{name!r} {what}: its values are in pages, whose memory other values use too. Use param.grad.clone(), and "
-            "write with copy_()."
+            f"{name!r} {what}: its values are in pages, whose memory other values use too. Use its clone(), and write "
+            "with copy_()."
         )
     raise UsageError(
         f"Parameter {name!r} {what}: its weights are in pages, whose memory other weights use too. To read it, use "

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import gradient_uses
+import state_uses
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -840,6 +841,43 @@ def read_gradients_alone(out: Path, how: str) -> str:
             model.first.weight.grad.sum()
         elif place()[0] == 0:
             model.first.weight.grad = torch.ones_like(model.first.weight)
+        optimizer.step()
+
+    error = refusal(go_on)
+    with suppress(Exception):
+        optimizer.close()
+    return error
+
+
+def use_states(out: Path, cases: list[tuple[str, str]], stage: int, ssd: bool) -> dict[str, list[Any]]:
+    """What training with each use of `optimizer.state` gives."""
+    host, unit = ("256KiB", f"{out}:4MiB") if ssd else ("4MiB", None)
+    memory = pagoda.Memory(host=host, ssd=unit, page_size=PAGE, unit_limit="3KiB")
+    found = {}
+    for use, rule in cases:
+        mesh = pagoda.open_mesh(stage=stage)
+        model, optimizer = pagoda.wrap(
+            gradient_uses.Net(), state_uses.RULES[rule](), memory=memory, mesh=mesh, precision="fp32"
+        )
+        with optimizer:
+            found[f"{use} {rule}"] = state_uses.train(
+                gradient_uses.Training(model, optimizer, (place()[0],)), use, losses=False
+            )
+    return found
+
+
+def use_states_alone(out: Path, how: str) -> str:
+    """The error of a rank that reads, writes or removes a state while the other goes on."""
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
+
+    def go_on() -> None:
+        model(torch.ones(2, 8), both=True).backward()
+        optimizer.step()
+        state = optimizer.state[model.first.weight]
+        if place()[0] == 0:
+            {"read": state["exp_avg"].sum, "write": state["exp_avg"].zero_, "remove": state.clear}[how]()
+        model(torch.ones(2, 8), both=True).backward()
         optimizer.step()
 
     error = refusal(go_on)
