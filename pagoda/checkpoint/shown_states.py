@@ -64,6 +64,8 @@ class ShownStates:
         self._counts: dict[int, int] = {}
         """Identity of a parameter -> the count that its entry shows, if that is a rule's."""
         self._found: dict[int, ParameterState] = {}
+        self._numbers: set[str] = set()
+        """Keys of the states that are numbers. They have no markers."""
         self._unseen = False
 
     @property
@@ -143,7 +145,8 @@ class ShownStates:
                 if self._counts.get(param, steps) != steps:
                     self._shown[param][COUNT].fill_(steps)
                     self._counts[param] = steps
-                self._show_numbers(state, self._shown.get(param, {}))
+                if self._numbers:
+                    self._show_numbers(state)
 
     def take(self) -> None:
         """Write what the user has changed to pages. Raises UsageError, with nothing written, for what has no place
@@ -238,7 +241,7 @@ class ShownStates:
         return set() if COUNT in state.moments() else {COUNT}
 
     def _markers(self, state: ParameterState) -> dict[str, Any]:
-        """A parameter's entry. Numbers of classes have no values yet."""
+        """A parameter's entry. Its `_numbers` have no values yet."""
         _, unit, slot = state
         entry, param = blank_entry(state), _identity(state)
         for key, value in entry.items():
@@ -251,6 +254,8 @@ class ShownStates:
                 if value.shape == state.spec.shape:
                     blank, form = unit.as_param(slot, unit.shown(slot, blank)), unit.forms[slot]
                 entry[key] = marker(blank.detach(), form, f"{key} of {state.name}", MarkedState(self, param, key))
+            else:
+                self._numbers.add(key)
         return entry
 
     def _put(self, state: ParameterState) -> None:
@@ -266,10 +271,9 @@ class ShownStates:
             else:
                 self._mapping[param] = dict(shown)
 
-    def _show_numbers(self, state: ParameterState, shown: dict[str, Any]) -> None:
-        """Numbers that a class keeps have no markers, so they are read."""
-        numbers = [key for key, value in shown.items() if not isinstance(value, torch.Tensor)]
-        if numbers:
+    def _show_numbers(self, state: ParameterState) -> None:
+        shown = self._shown.get(_identity(state), {})
+        if numbers := self._numbers & shown.keys():
             with self._engine.settled():
                 shown.update({key: read_value(state, key) for key in numbers})
             self._put(state)

@@ -1,4 +1,4 @@
-"""On several ranks, `optimizer.state` is that of the whole. All ranks read and write it at the same point."""
+"""On several ranks, `optimizer.state` is whole. All read and write it at the same points of their programs."""
 
 from itertools import product
 from pathlib import Path
