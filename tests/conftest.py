@@ -3,7 +3,8 @@
 Poison mode: freed frames hold NaN, so a lease used after its end shows. Hypothesis tries the same few examples every
 time, so that a failure is the change's own; `make test-all` (HYPOTHESIS_PROFILE=random) looks for new ones, among more.
 `tests/mutants.py` asks only whether a test fails (HYPOTHESIS_PROFILE=unshrunk), not for the smallest example.
-GPU kernels run in Triton's interpreter where there is no GPU.
+GPU kernels run in Triton's interpreter where there is no GPU. Files of tests lie in RAM where it has room for them; the
+fixture `on_drive` is for tests that need a drive.
 """
 
 import gc
@@ -17,6 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["PAGODA_POISON"] = "1"
+_RAM = Path("/dev/shm")
+if _RAM.is_dir() and os.access(_RAM, os.W_OK) and shutil.disk_usage(_RAM).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_RAM))  # pytest's own name for it
 # Empty for each session: what another one measured or tokenized must not change what tests see.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pagoda-tests-cache-")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -64,6 +68,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000)  # a tenth of the time of tests went into garbage collection, which found next to nothing
     gc.enable()
+
+
+@pytest.fixture
+def on_drive() -> Iterator[Path]:
+    """A directory of this test that is not in RAM, where there is a drive."""
+    with tempfile.TemporaryDirectory(prefix="pagoda-tests-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

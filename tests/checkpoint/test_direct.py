@@ -21,6 +21,11 @@ SIZE = 3 << 20
 in_a_folder = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.fixture
+def tmp_path(on_drive: Path) -> Path:
+    return on_drive
+
+
 @pytest.fixture(scope="module")
 def memory() -> Arena:
     """Random bytes, from a multiple of 4096 on, with room to begin elsewhere."""

@@ -155,7 +155,7 @@ def test_hardware_that_is_unknown_is_refused_before_torch_is_imported() -> None:
 
 
 def test_a_machine_that_was_not_measured_is_measured_for_its_first_plan(
-    plan: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Command, tmp_path: Path, on_drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path | None] = []
 
@@ -167,11 +167,11 @@ def test_a_machine_that_was_not_measured_is_measured_for_its_first_plan(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("pagoda.calibrate.machine.calibrate", calibrate)
     monkeypatch.setattr("pagoda.forecast.forecast._measured", lambda _config, problem: problem.compute)
-    of = ("--model", "gpt-2x192", "--seq-len", 64, "--plan", "usual", "--json", "--memory.ssd", tmp_path)
+    of = ("--model", "gpt-2x192", "--seq-len", 64, "--plan", "usual", "--json", "--memory.ssd", on_drive)
     unknown = plan("--model", "gpt-2x", *of[2:])
     assert (unknown.returncode, asked) == (2, [])
     first, second = plan(*of), plan(*of)
-    assert asked == [tmp_path]
+    assert asked == [on_drive]
     assert "has not been measured" in " ".join(first.stderr.split())
     assert second.stderr == ""
     assert json.loads(first.stdout)["fits"]

@@ -10,7 +10,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ class Scenarios:
 
 
 @pytest.fixture(scope="module")
-def scenarios(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
-    return Scenarios(commands, tmp_path_factory.mktemp("worlds").resolve())
+def scenarios(commands: Commands) -> Iterator[Scenarios]:
+    with tempfile.TemporaryDirectory() as folder:  # on a drive, if there is one
+        yield Scenarios(commands, Path(folder).resolve())
 
 
 def check_all(cases: Iterable[Case]) -> None:

@@ -35,19 +35,24 @@ ASKED = [
     (machine, f"--seq-len 128 {flags}")
     for machine, flags in [
         ("cpu", "--model gpt-4x256 --memory.host 150MiB"),
-        ("cpu", "--model gpt-4x256 --memory.host 150MiB --precision fp16"),
         ("cpu", "--model gpt-4x256 --memory.host 150MiB --update async"),
-        ("cpu", "--model gpt-4x256 --memory.host 150MiB --clip-grad-norm None --batch-size 4"),
         ("cpu", "--model llama-15m --memory.host 60MiB --lora.rank 4"),
         ("cpu", "--model gpt-4x256 --memory.host 60MiB --memory.ssd 10MiB"),
         ("cpu", "--model gpt-4x256 --memory.host 1MiB"),
         ("cpu", "--model gpt-4x256 --memory.host 1MiB --optimizer muon"),
         ("no drive", "--model gpt-4x256 --memory.host 100MiB"),
-        ("gpu", "--model gpt-4x256"),
         ("gpu", "--model gpt-4x256 --optimizer lion --accumulation-steps 2"),
         ("gpu", "--model gpt-4x256 --memory.device 8MiB"),
         ("ranks", "--model gpt-4x256 --memory.host 1MiB"),
-        ("ranks", "--model gpt-4x256"),
+    ]
+]
+MORE = [
+    (machine, f"--seq-len 128 --model gpt-4x256 {flags}")
+    for machine, flags in [
+        ("cpu", "--memory.host 150MiB --precision fp16"),
+        ("cpu", "--memory.host 150MiB --clip-grad-norm None --batch-size 4"),
+        ("gpu", ""),
+        ("ranks", ""),
     ]
 ]
 FLAG = re.compile(r"\((--[\w.-]+)(?: (\w+))?\)")
@@ -58,7 +63,9 @@ def made(machine: str, flags: str) -> Forecast:
     return forecast(config, MACHINES[machine], measure=False)
 
 
-@pytest.mark.parametrize(("machine", "flags"), ASKED)
+@pytest.mark.parametrize(
+    ("machine", "flags"), [*ASKED, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
+)
 def test_advice_that_is_followed_is_accepted_and_gives_what_it_says(machine: str, flags: str) -> None:
     one = made(machine, flags)
     lines = advise(one)

@@ -13,6 +13,12 @@ def _collections_look_at_this_folders_objects() -> None:
 
 
 @pytest.fixture
+def tmp_path(on_drive: Path) -> Path:
+    """Files here are read and written as on a drive."""
+    return on_drive
+
+
+@pytest.fixture
 def ssd(tmp_path: Path) -> Path:
     """An empty SSD directory."""
     directory = tmp_path / "ssd"

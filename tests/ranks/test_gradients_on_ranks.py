@@ -7,7 +7,7 @@ from gradient_uses import ONE_NUMBER, USES, assert_alike, plainly
 
 from .ranks import RankServer
 
-FEW = ["norms", "with weights", "noise", "clamp", "sign", "a row", "numbers", "all zeroed", "pcgrad", "no backward"]
+FEW = ["norms", "with weights", "sign", "a row", "numbers", "all zeroed", "no backward"]
 UNALIKE = {"text", "differentiated", *ONE_NUMBER}
 """Uses of what one rank alone has, and those whose last bits clipping changes."""
 

@@ -19,9 +19,9 @@ Case = tuple[int, dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {
     "two ranks, of a mesh of torch's": (2, {"name": "llama", "parts": 1}, {"by_torch": True}),
     "two ranks, along the sequence, in an arena": (2, {"name": "mixer", "parts": 1}, {"kind": "arena"}),
-    "two ranks, Adafactor": (2, {"name": "llama", "parts": 1, "rule": "adafactor", "precision": "fp32"}, {}),
 }
 SLOW_CASES: dict[str, Case] = {
+    "two ranks, Adafactor": (2, {"name": "llama", "parts": 1, "rule": "adafactor", "precision": "fp32"}, {}),
     "four ranks, Muon, on ssd": (
         4,
         {"name": "mixer", "parts": 2, "rule": "muon", "precision": "fp32"},
