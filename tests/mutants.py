@@ -387,8 +387,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "a spill that failed is never tried again": (
-            'told that a SPILL has failed."""\n        self.spilling_fails = False',
-            'told that a SPILL has failed."""',
+            'told that a SPILL or RELOAD has failed."""\n        self.spilling_fails = False',
+            'told that a SPILL or RELOAD has failed."""',
             "schedule/test_schedule.py",
         ),
         "gradients are spilled where they cannot be": (

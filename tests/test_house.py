@@ -43,6 +43,7 @@ HOUSE = (
     "memory",
     "jit",
     "process",
+    "interrupts",
     "errors",
 )
 """Top to bottom. A part may import itself and what is below it."""

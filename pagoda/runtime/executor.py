@@ -288,7 +288,7 @@ class Executor:
     def _note_stalled(self, error: BaseException) -> None:
         _log.warning("An update waits for a drive, and is tried again: %s", error)
         self.stall = error
-        if self.capture is not None and self._scheduler.checkpoint.left:
+        if self.capture is not None and self._scheduler.checkpoint_reads:
             self.capture.end(error)  # it may wait for this update
 
     def _refused(self, operation: Operation) -> None:

@@ -358,10 +358,15 @@ class Scheduler:
         return self.updates.prepared
 
     @property
+    def checkpoint_reads(self) -> bool:
+        """Whether a checkpoint has not read every state yet."""
+        return self.checkpoint.left > 0
+
+    @property
     def checkpoint_lost(self) -> bool:
         """Whether the checkpoint waits for an update that may never come: one has failed, or one needs the buffer of a
         gradient that could not be written to SSD."""
-        return self.checkpoint.lost or (self.spilling_fails and self.idle and self.checkpoint.left > 0)
+        return self.checkpoint.lost or (self.spilling_fails and self.idle and self.checkpoint_reads)
 
     @property
     def broken(self) -> bool:
