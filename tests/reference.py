@@ -159,8 +159,8 @@ def _lion(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _n
     g = g * grad_scale
     w = w * decay
     m = states["exp_avg"]
-    c = m * beta1 + g * one_minus_beta1
-    m.copy_(m * beta2 + g * one_minus_beta2)
+    c = fused(g, one_minus_beta1, m * beta1)
+    m.copy_(fused(g, one_minus_beta2, m * beta2))
     return w - lr * ((c > 0).float() - (c < 0).float())
 
 

@@ -104,9 +104,9 @@ def lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
     grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
     g = gradient * grad_scale
     w = w * decay
-    c = m * beta1 + g * one_minus_beta1
+    c = fused(g, one_minus_beta1, m * beta1)
     w = w - lr * _sign(c)
-    return w, m * beta2 + g * one_minus_beta2
+    return w, fused(g, one_minus_beta2, m * beta2)
 
 
 @part

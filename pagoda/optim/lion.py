@@ -3,16 +3,16 @@
 Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (NeurIPS 2023), algorithm 2. The order of
 operations is that of the PyPI package ``lion-pytorch``.
 
-**Definition**: per element, in fp32, in this order, rounding once after each operation, with no fused multiply-add::
+**Definition**: per element, in fp32, in this order, rounding once after each operation, where ``fma(a, b, c)`` is one
+operation, a * b + c::
 
     g = float(gradient) * grad_scale
     w = w * decay                               decay = 1 - lr * weight_decay
-    c = m * beta1 + g * one_minus_beta1
+    c = fma(g, one_minus_beta1, m * beta1)
     w = w - lr * sign(c)                        sign(0) = sign(NaN) = 0
-    m = m * beta2 + g * one_minus_beta2
+    m = fma(g, one_minus_beta2, m * beta2)
 
-torch fuses the second multiplication of c and of m with the addition in the package's code. So the package's bits are
-the same if one_minus_beta1 and one_minus_beta2 are powers of two. Else its c and m may differ by one rounding.
+These are the operations of the package on CPUs with AVX2 or AVX-512.
 """
 
 from dataclasses import dataclass

@@ -201,17 +201,17 @@ for form in (0, 1, 2):
         forms = {name: form for name in ("form", "arriving") if name in kernel.arg_names}
         if "predicts" in kernel.arg_names:
             forms["predicts"] = False
-        fuses = constants.get("rule") in (arithmetic.SGD, arithmetic.SGD_MOMENTUM)
+        fuses = constants.get("rule") in (arithmetic.SGD, arithmetic.SGD_MOMENTUM, arithmetic.LION)
         print("// Fuses:", fuses, ptx(kernel, types, **{**forms, **constants}))
 """
 
 
 @pytest.mark.parametrize(("one_of", "kernels"), [(12, 6), pytest.param(1, 54, marks=pytest.mark.slow)])
-def test_kernels_compile_for_a_gpu_without_approximate_operations_or_fused_ones_except_those_of_sgd(
+def test_kernels_compile_for_a_gpu_without_approximate_operations_or_fused_ones_except_those_of_sgd_and_lion(
     one_of: int, kernels: int, tmp_path: Path
 ) -> None:
-    """The compiler needs no GPU: what it makes for one divides and takes roots exactly, and fuses only where SGD says
-    so. By default, two kernels of 18 in each precision, not the same ones."""
+    """The compiler needs no GPU: what it makes for one divides and takes roots exactly, and fuses only where SGD and
+    Lion say so. By default, two kernels of 18 in each precision, not the same ones."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", PTX, str(one_of)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
