@@ -336,7 +336,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "a block waits for the last one with its page only, which an update may leave out": (
             "= [*shared, (offset",
             "= [(offset",
-            "plan/test_blocks.py runtime/test_random_loops.py",
+            "plan/test_blocks.py",
         ),
     },
     "schedule/leases.py": {
