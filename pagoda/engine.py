@@ -144,10 +144,6 @@ class Engine:
         self.stepper = Stepper(
             units, clip_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages
         )
-        self.before_use: list[Callable[[], None]] = []
-        """Functions that write to pages, or refuse, what the user has changed outside of them."""
-        self.forget_states: Callable[[], None] = lambda: None
-        """Called when all states of the optimizer were replaced. The optimizer sets this."""
         self._forks = forks()
         self._threads = Threads(self._lanes, updates, self.saver, self.rank_group)
         self._dropped = weakref.finalize(self, end_dropped, self._threads, executor, self.store, self._forks)
@@ -182,11 +178,6 @@ class Engine:
         if self._second is not None and self._needs is not None:
             self._place_again(self._second, self._needs)
         ended()
-
-    def take_changes(self) -> None:
-        """Before a forward, a step or a checkpoint: take what the user has changed outside of pages."""
-        for function in self.before_use:
-            function()
 
     def begin_measuring(self) -> None:
         """Steps begin. What they need beside pages counts from now on."""
@@ -332,7 +323,6 @@ class Engine:
             raise
         self.accesses.wait_until_idle()
         self.accesses.tell(self._executor.restored, lags)
-        self.forget_states()
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:

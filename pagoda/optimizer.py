@@ -61,8 +61,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         guard_merging(model)
         self._weights = WeightStateDicts(model, engine)
         self._shown_states = ShownStates(engine, self._members)
-        engine.before_use += [self._shown_states.take]
-        engine.forget_states = self._shown_states.forget
+        engine.accesses.before_use.append(self._shown_states.take)
+        engine.accesses.forget_states = self._shown_states.forget
         self._snapshot = Snapshot(model, engine)
         self._saving = threading.RLock()
         """Held by the thread that saves a checkpoint, until it has started to write it, or with `wait` has written
@@ -138,7 +138,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._check_members()
         self._engine.accesses.check_open()
         self._in_model.check()
-        self._engine.take_changes()
+        self._engine.accesses.take_changes()
         stepped = [param for group in self.param_groups for param in group["params"]]
         check_step(param.requires_grad or self._has_gradient(param) for param in stepped)
         after = [self._engine.rule.after_step(group) for group in self.param_groups]
@@ -183,7 +183,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         rule = self._engine.rule
         if not isinstance(rule, Optim):
             return
-        self._engine.take_changes()
+        self._engine.accesses.take_changes()
         for group in self.param_groups:
             if not (changed := rule.after_switch(mode, group)):
                 continue
@@ -252,7 +252,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises UsageError between backward and `step()` if units are updated during backward.
         """
-        self._engine.take_changes()
+        self._engine.accesses.take_changes()
         with self._engine.settled(), self._shown_states.unseen():
             plain = super().state_dict()
             entries = enumerate(map(self._entry, self._members()))
@@ -289,14 +289,14 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._mark_grouped()
             for index, state in enumerate(self._members()):
                 write_entry(state, states.get(index, {}))
-        self._engine.forget_states()
+        self._shown_states.forget()
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Iterate over the name and torch state of each parameter that has been updated, with one in RAM at a time.
 
         Raises UsageError if a step was taken, or a backward updated units, before the iteration has ended.
         """
-        self._engine.take_changes()
+        self._engine.accesses.take_changes()
         queued = self._engine.stepper.queued
         for state in self._members():
             if self._engine.stepper.queued != queued:
@@ -322,7 +322,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "torch.distributed.checkpoint with pagoda.OptimizerState."
             )
         self._in_model.check()
-        self._engine.take_changes()
+        self._engine.accesses.take_changes()
         shapes = {state.name: blank for state in self._members() if (blank := self._entry(state, blank=True))}
         blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
         with torch_file(Path(path), blanks) as (content, write):
@@ -365,7 +365,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         with self._saving:
             self.wait_for_checkpoint()
             with self._engine.alone():
-                self._engine.take_changes()
+                self._engine.accesses.take_changes()
                 self._snapshot.save(path, named(self.param_groups), extra or {}, old, on_error)
             if wait:
                 self.wait_for_checkpoint()
@@ -403,6 +403,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
             for mine, saved in zip(self.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in saved.items() if key != "params"})
+            self._shown_states.forget()
         return extra
 
     def drain(self, show: bool = True) -> None:

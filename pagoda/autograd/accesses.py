@@ -128,6 +128,10 @@ class Accesses:
         self.closed = False
         self.owner: object = None
         """An object that lives as long as anything that can access weights, such as a graph."""
+        self.before_use: list[Callable[[], None]] = []
+        """Functions that write to pages, or refuse, what the user has changed outside of them."""
+        self.forget_states: Callable[[], None] = lambda: None
+        """Called when all states of the optimizer were replaced. The optimizer sets this."""
         self.staleness: dict[str, Staleness] = {}
         """With asynchronous updates: unit -> how many steps its weights lag behind at its first use in each step."""
         self._used: set[int] = set()
@@ -183,6 +187,11 @@ class Accesses:
         assert lease is not None, "a unit in use keeps its lease"
         self._uses[phase][unit.index] += 1
         return lease
+
+    def take_changes(self) -> None:
+        """Before a forward, a step or a checkpoint: take what the user has changed outside of pages."""
+        for function in self.before_use:
+            function()
 
     def begin_forward(self) -> None:
         """Compute begins a forward of the model for a step."""

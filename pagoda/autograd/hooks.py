@@ -45,8 +45,6 @@ class Parts(Protocol):
     @property
     def units(self) -> list[LiveUnit]: ...
 
-    def take_changes(self) -> None: ...
-
 
 class Announcing(nn.Module):
     """A module that announces which children will run, so that their weights can be fetched before."""
@@ -135,8 +133,8 @@ class ModelHooks:
         with active_forwards.alone():
             if active_forwards.in_forward:
                 return active_forwards.run(units, call, *args, **kwargs)
-            self._engine.take_changes()
             accesses, recorded = self._engine.accesses, torch.is_grad_enabled()
+            accesses.take_changes()
             if recorded:
                 accesses.begin_forward()
                 self._engine.graphs.begin_forward((args, kwargs))

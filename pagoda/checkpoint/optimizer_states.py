@@ -185,7 +185,7 @@ class OptimizerState:
 
         Raises UsageError between backward and step() if updates run during backward.
         """
-        self._engine.take_changes()
+        self._engine.accesses.take_changes()
         with self._engine.settled():
             states = {name: _whole_entry(whole) for name, whole in self._wholes.items()}
             scale = self._engine.stepper.scaler.state_dict()
@@ -215,7 +215,7 @@ class OptimizerState:
                     state.write_entry({**entries[name], **{key: parts[index] for key, parts in cut.items()}})
             for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in given.items() if key != "params"})
-        self._engine.forget_states()
+        self._engine.accesses.forget_states()
 
     def _groups(self) -> list[dict[str, Any]]:
         """The `param_groups` with the names of their parameters, including those on other ranks."""

@@ -213,9 +213,9 @@ class ShownStates:
         for key, value in values.items():
             if isinstance(value, Hidden):  # of another parameter, which may change before it is written
                 values[key] = value.detach().clone()  # type: ignore[attr-defined]
-        count = float(values.get(COUNT, 0))
-        if not (count >= 0 and math.isfinite(count) and count == int(count)):
-            raise UsageError(f"optimizer.state of {state.name!r} has step {count:g}, which counts no updates.")
+        count = torch.as_tensor(values.get(COUNT, 0))
+        if count.numel() != 1 or not (count >= 0 and count.isfinite() and count == count.round()):
+            raise UsageError(f"optimizer.state of {state.name!r} has a step of {count}, which counts no updates.")
         check_entry(state, values)
         return values
 

@@ -77,7 +77,7 @@ class WeightStateDicts:
         """By state dict."""
         self._copies: list[_Copy] = []
         """The copies that may have been written to."""
-        engine.before_use.append(self.check_copies)
+        engine.accesses.before_use.append(self.check_copies)
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._fill(module, state_dict, prefix)  # torch sets an attribute on the hook, so no bound method
