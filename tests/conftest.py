@@ -70,11 +70,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture
-def on_drive() -> Iterator[Path]:
-    """A directory of this test that is not in RAM, where there is a drive."""
+@pytest.fixture(scope="session")
+def _drive() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="pagoda-tests-") as folder:
-        yield Path(folder)
+        yield folder
+
+
+@pytest.fixture
+def on_drive(_drive: str) -> Path:
+    """A directory of this test that is not in RAM, where there is a drive."""
+    return Path(tempfile.mkdtemp(dir=_drive))
 
 
 @pytest.fixture(autouse=True)

@@ -161,7 +161,7 @@ def test_ranks_that_do_different_things_take_part_in_what_others_need(
         assert any(result["served"] for result in results) == ("left_out" in DEPARTURES[name])
 
 
-@pytest.mark.parametrize(("passes", "steady"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("passes", "steady"), [pytest.param(1, True, marks=SLOW), (3, False)])
 def test_ranks_of_which_one_uses_a_tower_meet_in_collectives_of_the_program(
     passes: int, steady: bool, ranks: RankServer, tmp_path: Path
 ) -> None:
@@ -185,7 +185,7 @@ def test_ranks_change_weights_between_steps_that_the_step_before_left_as_they_we
         assert_equal(weights, alone)
 
 
-@pytest.mark.parametrize(("stage", "ssd"), [(3, False), (3, True), (1, False)])
+@pytest.mark.parametrize(("stage", "ssd"), [pytest.param(3, False, marks=SLOW), (3, True), (1, False)])
 def test_ranks_use_weights_outside_forwards_alike_or_alone(
     stage: int, ssd: bool, ranks: RankServer, tmp_path: Path
 ) -> None:

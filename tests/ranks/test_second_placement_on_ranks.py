@@ -11,7 +11,10 @@ from .test_same_bits_on_ranks import alone
 
 @pytest.mark.parametrize(
     ("stage", "kind"),
-    [(3, "adapting-ssd"), (1, "adapting"), pytest.param(2, "adapting-ssd", marks=pytest.mark.slow)],
+    [
+        (3, "adapting-ssd"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "adapting"), (2, "adapting-ssd"))),
+    ],
 )
 def test_ranks_move_states_together(stage: int, kind: str, ranks: RankServer, once: Any) -> None:
     recipe = {"model": "llama", "precision": "fp32", "clip": 0.5, "steps": 5}
