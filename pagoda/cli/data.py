@@ -11,8 +11,9 @@ from pagoda.train.progress import say
 def run(config: DataConfig, console: Console) -> int:
     """Print what is read, ignored, left out and cut, and an example. Returns the exit code."""
     from pagoda.mesh.mesh import open_mesh
+    from pagoda.train.data import Rows
     from pagoda.train.defaults import sequence_length
-    from pagoda.train.inputs import example, opened_tokens, rows_of, sequences
+    from pagoda.train.inputs import example, opened_tokens, sequences
     from pagoda.train.tokens import DataSets
 
     data = DataSets(config, console)
@@ -21,6 +22,6 @@ def run(config: DataConfig, console: Console) -> int:
         seq_len, reasons = sequence_length(config, tokens)
         config = replace(config, seq_len=seq_len)
         say(console, *(f"Chosen: {reason}" for reason in reasons))
-    rows = rows_of(config, tokens)
+    rows = Rows.of(tokens, config.seq_len, config.packs)
     say(console, *sequences(rows), *example(rows, data.tokenizer))
     return 0

@@ -1,7 +1,7 @@
 """`pagoda plan`: forecasts a run without running it."""
 
 import gc
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +31,6 @@ def run(config: PlanConfig, console: Console) -> int:
         from pagoda.forecast.advice import advise
         from pagoda.forecast.chrome_trace import write_trace
         from pagoda.forecast.degrees import search_degrees
-        from pagoda.forecast.draw import check_plotting, draw
         from pagoda.forecast.forecast import forecast
         from pagoda.forecast.largest import largest_model
         from pagoda.forecast.machine import find_machine_for, with_precision
@@ -42,8 +41,6 @@ def run(config: PlanConfig, console: Console) -> int:
         from pagoda.forecast.step_size import with_step_size
         from pagoda.models.build import planned_name
 
-    if config.plot is not None:
-        check_plotting()
     if config.model is not None:
         name = planned_name(config.model)
         check_named(name)
@@ -75,12 +72,8 @@ def run(config: PlanConfig, console: Console) -> int:
         show(made, advice, console)
     if not made.fits:
         return DOES_NOT_FIT
-    title = f"{made.described.name} on {machine.hardware.name}, predicted"
     if config.trace is not None:
-        write_trace(made.timeline, title, config.trace)
-    if config.plot is not None:
-        limits = {tier: limit for tier, limit in asdict(made.plan.budgets).items() if limit is not None}
-        draw(made.timeline, limits, title, config.plot)
+        write_trace(made.timeline, f"{made.described.name} on {machine.hardware.name}, predicted", config.trace)
     return 0
 
 

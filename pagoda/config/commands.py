@@ -81,16 +81,12 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Write a report of a run, or of a plan, as one HTML file: curves, lanes, memory, units, settings."""
+    """Write a report of a run, or of a plan, as one HTML file: losses, speed, lanes, tiers, settings."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN")]
     """Directory of a run, finished or not, or a file that `pagoda plan --json` wrote."""
     out: Path | None = None
     """File to write. By default report.html in the run's directory, or a file next to the plan with the plan's name."""
-    live: bool = False
-    """Serve the page on this machine instead, and update it with the run, until Ctrl-C."""
-    port: int = 8787
-    """Port for --live."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ class Reading(Settings):
     cache directory."""
     seq_len: int = 0
     """Tokens per sequence. 0: 1024 for texts, or what most conversations fit in; at most what the model has positions
-    for. In a T5, of the encoder's input and of the decoder's output each."""
+    for."""
     packing: Literal["on", "off"] = "on"
     """Whether a sequence has as many whole conversations as fit, which do not see each other, or only one."""
 

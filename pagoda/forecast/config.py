@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -90,8 +89,6 @@ class PlanConfig(SizedRun):
     json: bool = False
     """Print JSON only, with the keys that docs/plan.md describes: fits, params, bytes, step_s, tokens_per_s,
     tflops_per_gpu, binding_lane, lanes, ssd_bytes_written_per_step, advice, and some more."""
-    plot: Path | None = None
-    """Draw the lanes' timeline and each tier's bytes over the step into this PNG."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

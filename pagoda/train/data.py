@@ -1,7 +1,7 @@
 """The order of training: which tokens a step reads, as a pure function of seed and step.
 
-The tokens of a data set are cut into rows of at most `seq_len` tokens, or twice as many for a model that reads a text
-and writes its continuation. Text is continuous: rows are consecutive windows, and the last incomplete one is dropped.
+The tokens of a data set are cut into rows of at most `seq_len` tokens. Text is continuous: rows are consecutive
+windows, and the last incomplete one is dropped.
 Conversations are kept whole: a row has as many as fit, and is padded. Within a row, attention and loss end at the end
 of each document: positions start again, and no token is predicted from another document.
 
@@ -161,9 +161,6 @@ class Batches:
     accumulation_steps: int = 1
     """Forward passes per optimizer step."""
     seed: int = 0
-    continued: bool = False
-    """Whether inputs are the first half of a row of 2T tokens, and labels the second: T5's prefix objective (arXiv
-    1910.10683, section 3.2.1), for encoder-decoder models."""
     positions: bool = False
     """Whether a batch contains the position of each token in its document. Models use it to keep documents apart."""
     rank: int = 0
@@ -205,13 +202,9 @@ class Batches:
     def of_rows(self, chosen: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """`input_ids` and `labels` of rows, and `position_ids` if documents are kept apart, each int64 [B, T].
 
-        Labels equal the inputs where the loss counts them, because causal models shift labels inside the loss. With
-        `continued`, labels are the second half of the rows.
+        Labels equal the inputs where the loss counts them, because causal models shift labels inside the loss.
         """
         ids, labels = map(torch.from_numpy, self.rows.ids_and_labels(chosen))
-        if self.continued:
-            half = self.rows.length // 2
-            return {"input_ids": ids[:, :half].contiguous(), "labels": ids[:, half:].contiguous()}
         found = {"input_ids": ids, "labels": labels}
         if self.positions:
             found["position_ids"] = torch.from_numpy(self.rows.positions(chosen))
@@ -219,13 +212,12 @@ class Batches:
 
     def targets(self, labels: torch.Tensor) -> int:
         """Number of tokens in a batch that the loss counts, but at least 1."""
-        return max(1, int((labels if self.continued else labels[:, 1:]).ne(IGNORED).sum()))
+        return max(1, int(labels[:, 1:].ne(IGNORED).sum()))
 
     def targets_of_step(self, step: int) -> int:
         """Number of tokens in all forward passes of a step, on all ranks, that the loss counts."""
         if not self.rows.tokens.about.separates:  # then the loss counts as many tokens of every row
-            labels = self.rows.length // 2 if self.continued else self.rows.length - 1
-            return self.samples_per_step * labels
+            return self.samples_per_step * (self.rows.length - 1)
         passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
         return sum(self.targets(self.of_rows(self.row_indices(step, *each))["labels"]) for each in passes)
 

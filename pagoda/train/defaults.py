@@ -22,9 +22,9 @@ from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import may_be_restarted, was_restarted
-from pagoda.models.build import is_encoder_decoder, model_directory, positions_of
+from pagoda.models.build import model_directory, positions_of
 from pagoda.train.config import EVAL_ROWS, EVALUATIONS, TrainConfig
-from pagoda.train.inputs import rows_of
+from pagoda.train.data import Rows
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first, ranks_with_batches
 from pagoda.train.run_dir import LAST, RunDir, unused
@@ -141,7 +141,7 @@ def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfi
         seq_len, why = sequence_length(asked, tokens)
         asked = replace(asked, seq_len=seq_len)
         reasons += why
-    rows = len(rows_of(asked, tokens))
+    rows = len(Rows.of(tokens, asked.seq_len, asked.packs))
     if asked.eval_share is None:
         holds_out = asked.eval_data is None and _kind(asked) != "random weights" and rows >= _LEAST_TO_HOLD_OUT
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
@@ -243,8 +243,7 @@ def sequence_length(asked: Reading, tokens: Tokens) -> tuple[int, list[str]]:
         limit = "the model's positions" if positions == seq_len else "the most by default"
         return seq_len, [f"--seq-len {seq_len}: {why}" + f"; {limit}" * (needed > seq_len)]
     seq_len = most = min(most, _SEQ_LEN)
-    least = 2 if is_encoder_decoder(asked.model) else 1
-    while seq_len > 16 and len(tokens) < _LEAST_SEQUENCES * least * seq_len:
+    while seq_len > 16 and len(tokens) < _LEAST_SEQUENCES * seq_len:
         seq_len //= 2
     why = "the model's positions" if positions == seq_len else "usual for texts"
     if seq_len < most:

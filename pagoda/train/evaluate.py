@@ -89,9 +89,7 @@ def _text_bytes(batches: Batches, tokenizer: Tokenizer) -> int:
     """Bytes of the text of all tokens that the loss counts."""
     nbytes = 0
     for row in range(len(batches.rows)):
-        labels = batches.of_rows(np.array([row]))["labels"][0].numpy()
-        if not batches.continued:
-            labels = labels[1:]
+        labels = batches.of_rows(np.array([row]))["labels"][0, 1:].numpy()
         edges = np.flatnonzero(np.diff(labels != IGNORED)) + 1
         nbytes += sum(tokenizer.nbytes(part.tolist()) for part in np.split(labels, edges) if part[0] != IGNORED)
     return nbytes

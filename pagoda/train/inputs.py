@@ -14,7 +14,6 @@ from pagoda.errors import ConfigError
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.mesh.mesh import Mesh
-from pagoda.models.build import is_encoder_decoder
 from pagoda.prepare.documents import SHORT_TOKENS, attend_by_document, mask_bytes, window_of
 from pagoda.train.config import EVAL_ROWS, TrainConfig
 from pagoda.train.data import Batches, Rows
@@ -42,21 +41,8 @@ def opened_tokens(config: Reading, name: str, data: DataSets, mesh: Mesh, consol
     Raises ConfigError if data or tokenizer cannot be used, and StorageError if there is no room for the tokens.
     """
     tokens = data.open(name, from_first(mesh, "the data", lambda: data.open(name).key))
-    if tokens.about.chats and is_encoder_decoder(config.model):
-        raise ConfigError(
-            f"data {name!r} has conversations, and model {config.model!r} has an encoder and a decoder, which "
-            "continue texts here: give plain text"
-        )
     say(console, *described(tokens, data.tokenizer))
     return tokens
-
-
-def rows_of(config: Reading, tokens: Tokens) -> Rows:
-    """The sequences of --seq-len tokens. A model with an encoder and a decoder has twice as many in each.
-
-    Raises ConfigError if there are none.
-    """
-    return Rows.of(tokens, config.seq_len * (2 if is_encoder_decoder(config.model) else 1), config.packs)
 
 
 def batches_of(
@@ -67,8 +53,7 @@ def batches_of(
     Raises ConfigError if there is no sequence, or if the model does not know all tokens.
     """
     _check_vocabulary(config, model, tokens)
-    continued = is_encoder_decoder(config.model)
-    rows = rows_of(config, tokens)
+    rows = Rows.of(tokens, config.seq_len, config.packs)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     say(console, *sequences(rows))
     evaluated: Rows | None = None
@@ -89,8 +74,7 @@ def batches_of(
         batch_size=config.batch_size,
         accumulation_steps=config.accumulation_steps,
         seed=config.seed,
-        continued=continued,
-        positions=tokens.about.separates and not continued and takes_positions,
+        positions=tokens.about.separates and takes_positions,
         rank=mesh.batch_index // config.sequence_parallel,
         ranks=ranks_with_batches(config, mesh),
     )
@@ -126,7 +110,7 @@ def keep_apart(session: Session, evaluated: Batches | None, mesh: Mesh, console:
     Raises ConfigError if attention would need a mask of tokens times tokens for which there is no memory.
     """
     batches = session.batches
-    separates = batches.rows.tokens.about.separates and not batches.continued
+    separates = batches.rows.tokens.about.separates
     crosses = not batches.positions or any(from_all(mesh, "whether documents stay apart", _crosses(session)))
     if separates and crosses:
         why = "reads earlier documents, even if positions start again" if batches.positions else "takes no position_ids"

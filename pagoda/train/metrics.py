@@ -208,8 +208,6 @@ EVALUATION_FORM: dict[str, Form] = {
     "bits_per_byte": number_or_null,
 }
 """What readers need of the line of an evaluation."""
-SAMPLE_FORM: dict[str, Form] = {"step": int, "prompt": str, "greedy": str, "drawn": str}
-"""What readers need of the line of a sample."""
 
 
 def read_metrics(path: Path, form: Mapping[str, Form] = _ANY) -> list[dict[str, Any]]:

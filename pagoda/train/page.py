@@ -84,6 +84,19 @@ def figure_of(height: float, rows: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
 
 
+def bars(
+    axis: Any, works: Iterable[tuple[str, str, float, float]], lanes: Sequence[str], colours: Mapping[str, str]
+) -> None:
+    """Draw a bar for each piece of work: its lane, its group, its start and its end. Each group has its colour."""
+    spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for lane, group, start, end in works:
+        spans.setdefault((group, lane), []).append((start, end - start))
+    for (group, lane), found in spans.items():
+        axis.broken_barh(found, (lanes.index(lane) - 0.4, 0.8), facecolors=colours[group], linewidth=0)
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.set_ylim(len(lanes) - 0.5, -0.5)
+
+
 def legend(figure: Any, colours: Mapping[str, str]) -> None:
     """Explain the colours of bars, on the right of a figure."""
     from matplotlib.patches import Patch

@@ -40,16 +40,13 @@ class Passes:
         """The ranks that divide each sequence, if any do."""
         self._ran = False
         """Whether the model has run in training mode."""
-        # Switch Transformers have no such setting in their config.json.
-        is_switch = getattr(model.config, "model_type", None) == "switch_transformers"
-        self._asked = {"output_router_logits": True} if is_switch else {}
 
     def train(self, micro_batches: MicroBatches) -> Losses:
         """Forward and backward of a step."""
         total = torch.zeros((), device=self.device)
         figures: list[torch.Tensor] = []
         for batch, divisor in micro_batches:
-            output = self._whole(self.moved(batch), **self._asked)
+            output = self._whole(self.moved(batch))
             self.optimizer.scale(output.loss / divisor).backward()  # type: ignore[no-untyped-call]
             total += output.loss.detach().float() / divisor
             figures += _balance_of(output)
@@ -98,6 +95,5 @@ class Passes:
 
 def _balance_of(output: Any) -> list[torch.Tensor]:
     """The load-balancing loss in a model's output, without its coefficient. Empty if there is none."""
-    names = ("aux_loss", "encoder_aux_loss", "decoder_aux_loss")
-    found = [figure for name in names if isinstance(figure := getattr(output, name, None), torch.Tensor)]
-    return [torch.stack(found).detach().float().mean()] if found else []
+    found = getattr(output, "aux_loss", None)
+    return [found.detach().float().mean()] if isinstance(found, torch.Tensor) else []

@@ -1,4 +1,4 @@
-"""`pagoda report`: one page about a run or a plan, with curves, lanes, memory, units, settings and checkpoints."""
+"""`pagoda report`: one page about a run or a plan: losses, speed, the lanes of a step, tiers, units and settings."""
 
 import html
 from collections import Counter
@@ -8,23 +8,18 @@ from statistics import fmean
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.forecast.draw import COLLECTIVE_KINDS, draw_bars
 from pagoda.forecast.report import format_seconds
 from pagoda.forecast.wear import wear
 from pagoda.memory.files import read_regular
 from pagoda.memory.forms import FormError, whole
 from pagoda.memory.sizes import format_bytes, format_rate
+from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
 from pagoda.schedule.served import AccessCounts, Found, add_counts, hit_rate
 from pagoda.simulate.hardware import Figure
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
-from pagoda.train.metrics import (
-    SAMPLE_FORM,
-    STEP_FORM,
-    read_evaluations,
-    read_metrics,
-)
-from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, look, page, pairs, table
+from pagoda.train.metrics import STEP_FORM, read_evaluations, read_metrics
+from pagoda.train.page import COLOURS, INK, bars, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
 _TIERS = {"device": "tier-device", "host": "tier-host", "ssd": "tier-ssd"}
@@ -34,7 +29,7 @@ _WORK = {
     "read": ("fetch", "read", "gradient", "return"),
     "write": ("offload", "spill", "write", "save"),
     "update": ("update", "step"),
-    "ranks": COLLECTIVE_KINDS,
+    "ranks": ("gather", "reduce", "share", TOKENS, SUM, GRADIENTS, SEND),
     "other": (),
 }
 """Group of kinds of work -> the kinds in it. Each group has a colour."""
@@ -55,23 +50,19 @@ def _run_page(directory: Path) -> str:
     run = RunDir(directory)
     config = run.started_config().settings()
     steps, evals = read_metrics(run.metrics, STEP_FORM), read_evaluations(run.evals)
-    samples = read_metrics(run.samples, SAMPLE_FORM)
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
-    plan, data, measured = (_read(file) if file.exists() else None for file in (run.plan, run.data, run.timeline))
+    plan, measured = (_read(file) if file.exists() else None for file in (run.plan, run.timeline))
     predicted, why = (plan["timeline"], plan["not_predicted"]) if plan else (None, "")
     sections = {
         "Summary": _summary(config, steps, evals),
         "Loss": _curves(steps, evals),
-        **({"Samples": _samples(samples)} if samples else {}),
         "Speed": _speed(steps, plan),
         **({"One step": _lanes(predicted, measured, why)} if predicted or measured else {}),
-        **({"Memory": _memory(plan, steps), "Units": _units(plan)} if plan else {}),
-        **({"Data": listed(data["lines"])} if data else {}),
-        "Checkpoints": _checkpoints(run, evals),
-        **({"Why this plan": listed(plan["reasons"]), "Machine": pairs(plan["machine"].items())} if plan else {}),
-        "Settings": pairs(flat(config)),
     }
+    if plan:
+        sections |= {"Memory": _memory(plan, steps), "Units": _units(plan), "Why this plan": listed(plan["reasons"])}
+    sections["Settings"] = pairs(flat(config))
     return page(f"Run {directory.resolve().name}", sections)
 
 
@@ -129,7 +120,8 @@ def _lanes(predicted: _Record | None, measured: _Record | None, why: str = "") -
             for lane, kind, start, end in timeline["spans"]
             if lane in lanes
         ]
-        groups |= draw_bars(axis, works, lanes, colours.__getitem__)
+        bars(axis, works, lanes, colours)
+        groups |= {group for _, group, _, _ in works}
         axis.set_title(f"{title}: {format_seconds(timeline['step_s'])}")
     axes[-1].set_xlabel("seconds from the start of the step")
     axes[-1].set_xlim(0, max(timeline["step_s"] for _, timeline in drawn))
@@ -177,13 +169,6 @@ def _curves(steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
         head = ("after step", "loss", "perplexity", "bits per byte")
         page += folded("Evaluations", table(head, rows), shown=True)
     return page
-
-
-def _samples(samples: Sequence[_Record]) -> str:
-    """What the model wrote during its training: the last sample, and all of them folded."""
-    head = ("after step", "prompt", "most likely", "drawn")
-    rows = [(line["step"], line["prompt"], line["greedy"], line["drawn"]) for line in samples]
-    return table(head, rows[-1:]) + (folded("All samples", table(head, rows)) if rows[1:] else "")
 
 
 def _speed(steps: Sequence[_Record], plan: _Record | None) -> str:
@@ -266,12 +251,6 @@ def _units(plan: _Record) -> str:
     key = "".join(f'<span class="key {name}">{tier}</span>' for tier, name in _TIERS.items())
     shown = f'<p>Coloured by the home of their weights: {key}</p><div class="units">{"".join(cells)}</div>'
     return shown + folded("All units", table(("unit", "parameters", "homes"), rows))
-
-
-def _checkpoints(run: RunDir, evals: Sequence[_Record]) -> str:
-    losses = {line["step"]: line["loss"] for line in evals}
-    rows = [(c.path.name, _figure(losses.get(c.step))) for c in run.all_checkpoints()]
-    return table(("checkpoint", "evaluation loss"), rows) if rows else "<p>None is saved.</p>"
 
 
 def _points(lines: Sequence[_Record], key: str) -> list[tuple[int, float]]:

@@ -27,7 +27,7 @@ from pagoda.config.reading import Reading
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import open_regular, read_regular, sync_descriptor, write_durably
 from pagoda.memory.forms import whole, with_hash
-from pagoda.models.build import model_directory
+from pagoda.models.build import is_encoder_decoder, model_directory
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.records import Document
 from pagoda.train.seen import Seen
@@ -83,9 +83,17 @@ class Tokens:
 
 
 class DataSets:
-    """The data sets of a command. Each is opened once, because their files and tokens are then read whole."""
+    """The data sets of a command. Each is opened once, because their files and tokens are then read whole.
+
+    Raises ConfigError for a model that does not predict the next token.
+    """
 
     def __init__(self, config: Reading, console: Console) -> None:
+        if is_encoder_decoder(config.model):
+            raise ConfigError(
+                f"model {config.model!r} has an encoder and a decoder, and data are texts and conversations for models "
+                "that predict the next token: train it with pagoda.integrations.transformers.Seq2SeqTrainer"
+            )
         self._config, self._console = config, console
         self._opened: dict[str, Tokens] = {}
 

@@ -29,7 +29,6 @@ OF_A_RUN = {
 }  # fmt: skip
 OF_A_MACHINE = {
     "hardware", "ram", "nodes", "gpus_per_node", "search_degrees", "max_model", "json",
-    "plot",
 }  # fmt: skip
 COMMANDS = {"train": TrainConfig, "plan": PlanConfig}
 

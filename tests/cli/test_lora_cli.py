@@ -124,7 +124,6 @@ def test_experts_are_adapted_by_the_names_of_their_parameters(work: Workspace) -
             ("--model", "mixtral-15m", "--lora.targets", "all-linear", "--lora.dropout", "0.1"),
             "ParamWrapper does not work with lora_dropout",
         ),
-        (("--model", "t5-moe-15m", "--lora.targets", "all-linear"), "casts the linear layer of a router"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(

@@ -44,6 +44,8 @@ WRONG = {
     f"{TRAIN} --data table.csv": r"table\.csv, line 2: none of its columns \(a, b\)",
     f"{TRAIN} --data binary.jsonl": "line 1: not JSON: 'utf-8' codec can't decode",
     "data none.jsonl --model model": "does not exist: give a file",
+    "train --model t5-moe-15m --data chats.jsonl": r"has an encoder and a decoder, .* train it with .*Seq2SeqTrainer",
+    "data chats.jsonl --model t5-moe-15m": r"has an encoder and a decoder, .* train it with .*Seq2SeqTrainer",
     # memory, optimizers and adapters; what needs no data is refused before they are read
     f"{CHATS} --memory.host lots": "--memory.host: 'lots' is not a size",
     f"{CHATS} --memory.host 10KiB": r"does not fit: .* short\. Raise --memory\.host, or add --memory\.ssd DIR",

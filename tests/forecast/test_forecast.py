@@ -189,6 +189,8 @@ def test_adapters_are_planned_as_they_train() -> None:
     assert one.activations.gradients < whole.activations.gradients
     with pytest.raises(ConfigError, match="is for models of transformers"):
         made(lora=LoraConfig(rank=4), model="gpt-1b")
+    with pytest.raises(ConfigError, match="casts the linear layer of a router"):
+        made(lora=LoraConfig(rank=4, targets=("all-linear",)), model="t5-moe-15m")
 
 
 def test_the_speeds_that_are_assumed_of_a_machine_are_notes() -> None:

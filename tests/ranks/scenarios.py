@@ -486,6 +486,24 @@ def resave_experts(out: Path, model: str, source: str, expert_parallel: int) -> 
     optimizer.close()
 
 
+def train_experts(out: Path, name: str, expert_parallel: int, source: str) -> dict[str, Any]:
+    """The weights after three steps of a mixture on this rank's part of two sequences. It begins with the checkpoint
+    `source`, which one rank writes as it draws it."""
+    model, optimizer = drawn_mixture(name, expert_parallel, 0, precision="fp32")
+    if expert_parallel == 1:
+        optimizer.save_checkpoint(source, wait=True)
+    optimizer.load_checkpoint(source)
+    for step in range(3):
+        ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(step))
+        parts = [ids[place()[0] :][:1]] if expert_parallel > 1 else ids.split(1)
+        for part in parts:
+            (loss_of(model(input_ids=part, labels=part)) / len(parts)).backward()
+        optimizer.step()
+    full = pagoda.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return full
+
+
 def mixture(name: str, expert_parallel: int, seed: int) -> tuple[nn.Module, Any]:
     """A mixture after a step."""
     model, optimizer = drawn_mixture(name, expert_parallel, seed)

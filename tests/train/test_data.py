@@ -30,8 +30,7 @@ def text_of(length: int) -> Tokens:
 
 
 def batches_of(windows: int, seq_len: int = 4, **settings: Any) -> Batches:
-    length = 2 * seq_len if settings.get("continued") else seq_len
-    rows = Rows.of(text_of(windows * seq_len + seq_len - 1), length)
+    rows = Rows.of(text_of(windows * seq_len + seq_len - 1), seq_len)
     return Batches(rows=rows, **{"batch_size": 2, **settings})
 
 
@@ -69,20 +68,17 @@ def test_accumulated_batches_are_the_rows_of_one_large_batch() -> None:
     assert whole.tokens_per_step == parts.tokens_per_step == 24
 
 
-@pytest.mark.parametrize("continued", [False, True])
-def test_a_batch_holds_the_bytes_of_its_windows(continued: bool) -> None:
-    """Labels are the same bytes, or those of the other half of the window."""
-    batches = batches_of(40, seq_len=4, continued=continued)
-    length = 8 if continued else 4
-    assert len(batches.rows) == (40 * 4 + 3) // length
-    assert batches.tokens_per_step == 2 * length
+def test_a_batch_holds_the_bytes_of_its_windows_twice() -> None:
+    batches = batches_of(40, seq_len=4)
+    assert len(batches.rows) == 40
+    assert batches.tokens_per_step == 8
     for step in range(5):
         ids, labels = batches.batch(step).values()
         assert ids.dtype == labels.dtype == torch.int64
         assert ids.shape == labels.shape == (2, 4)
-        for row, start in enumerate(batches.row_indices(step) * length):
-            window = batches.rows.tokens.ids[start : start + length].tolist()
-            assert [*ids[row].tolist(), *labels[row].tolist()] == (window if continued else window * 2)
+        for row, start in enumerate(batches.row_indices(step) * 4):
+            window = batches.rows.tokens.ids[start : start + 4].tolist()
+            assert ids[row].tolist() == labels[row].tolist() == window
 
 
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:
@@ -145,15 +141,14 @@ def test_a_conversation_that_is_too_long_is_cut_or_left_out_if_nothing_is_learne
         conversations([30], seq_len=10)
 
 
-@pytest.mark.parametrize("continued", [False, True])
-def test_every_token_of_a_step_counts_as_much_as_any_other(continued: bool) -> None:
+def test_every_token_of_a_step_counts_as_much_as_any_other() -> None:
     """However many the loss counts in each forward pass, and on each rank."""
     rows = conversations([3, 9, 5, 8, 2, 10, 7, 4] * 3, seq_len=10)
-    settings = {"rows": rows, "batch_size": 2, "accumulation_steps": 2, "continued": continued, "ranks": 2}
+    settings = {"rows": rows, "batch_size": 2, "accumulation_steps": 2, "ranks": 2}
     by_rank = [Batches(**settings, rank=rank) for rank in range(2)]  # type: ignore[arg-type]
     for step in range(4):
         counts = [one.targets(one.batch(step, index)["labels"]) for one in by_rank for index in range(2)]
-        assert continued or len({*counts}) > 1
+        assert len({*counts}) > 1
         assert all(one.targets_of_step(step) == sum(counts) for one in by_rank)
 
 

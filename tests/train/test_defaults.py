@@ -23,8 +23,8 @@ from pagoda.mesh.mesh import open_mesh
 from pagoda.models.build import positions_of
 from pagoda.models.lora import LoraConfig
 from pagoda.train import OptimConfig, TrainConfig, defaults, run
+from pagoda.train.data import Rows
 from pagoda.train.defaults import completed
-from pagoda.train.inputs import rows_of
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.settings_file import read_settings
@@ -168,7 +168,7 @@ def test_every_reason_of_a_choice_is_true_of_it(
     assert {"--optim.lr"} <= said.keys()
     a_step = chosen.batch_size * chosen.accumulation_steps * ranks
     tokens = DataSets(asked, Console(quiet=True)).open(chosen.data)
-    rows = len(rows_of(chosen, tokens))
+    rows = len(Rows.of(tokens, chosen.seq_len, chosen.packs))
     left = rows - round(rows * chosen.eval_share)
     usual = min(asked.epochs or 9, 3.0 if tokens.about.chats else 1.0)
     for flag, (value, why) in said.items():

@@ -1,16 +1,10 @@
-"""What a forecast shows: its table, its trace and its picture."""
+"""The trace of a forecast."""
 
-import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import chrome_trace
-from pagoda.forecast.draw import colour, draw
-from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
 from pagoda.simulate.timeline import Timeline, TimelineSpan
 
 TIMELINE = Timeline(
@@ -52,29 +46,3 @@ def test_spans_lie_within_the_step_in_microseconds_and_say_their_bytes() -> None
     counted = [(event["name"], event["ts"], event["args"]["bytes"]) for event in events("C")]
     assert counted == [("host bytes", 0.0, 1 << 30), ("host bytes", 1e6, 2 << 30), ("ssd bytes", 0.0, 1 << 30)]
     assert spans["read layers.0"]["args"] == {"nbytes": 100, "began_s": -0.5}
-
-
-def test_a_picture_has_every_kind_of_work_in_its_colour(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.image import imread
-
-    path = tmp_path / "step.png"
-    of_ranks = [
-        TimelineSpan("collective", f"{kind} layers.0", 1.8, 1.9) for kind in ("share", TOKENS, SUM, GRADIENTS, SEND)
-    ]
-    draw(replace(TIMELINE, spans=(*TIMELINE.spans, *of_ranks)), {"host": 3 << 30, "ssd": 100 << 30}, "a step", path)
-    picture = imread(path)
-    assert picture.shape[0] > 200
-    assert picture.shape[1] > 800
-    for kind in ("forward", "update"):
-        near = abs(picture[..., :3] - colour(kind)).max(axis=-1) < 0.01
-        assert near.mean() > 0.005, kind
-    assert not (abs(picture[..., :3] - colour("write")).max(axis=-1) < 0.01).any()
-    with pytest.raises(ConfigError, match=r"--plot .*not-there"):
-        draw(TIMELINE, {}, "a step", tmp_path / "not-there" / "step.png")
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pagoda-train\[plot\]"):
-        draw(TIMELINE, {}, "a step", tmp_path / "step.png")
