@@ -29,8 +29,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process that tests
 sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: what imports make stays
 _RAM = Path("/dev/shm")
-if _RAM.is_dir() and os.access(_RAM, os.W_OK) and shutil.disk_usage(_RAM).free > 4 << 30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_RAM))  # pytest's own name for it
+_FOLDER = ""
+"""Files of this session, and of processes that run tests for it."""
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.access(_RAM, os.W_OK) and shutil.disk_usage(_RAM).free > 4 << 30:
+    _FOLDER = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="pagoda-tests-", dir=_RAM)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 keep_freed_memory()
 spin_briefly()  # before torch is imported, here and in the processes that tests start
@@ -59,8 +61,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_unconfigure() -> None:
-    """The session's cache is gone with the session."""
-    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    """The session's cache, and its files in RAM, are gone with the session."""
+    for folder in filter(None, (os.environ["XDG_CACHE_HOME"], _FOLDER)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:
