@@ -18,9 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["PAGODA_POISON"] = "1"
-_RAM = Path("/dev/shm")
-if _RAM.is_dir() and os.access(_RAM, os.W_OK) and shutil.disk_usage(_RAM).free > 4 << 30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_RAM))  # pytest's own name for it
 # Empty for each session: what another one measured or tokenized must not change what tests see.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pagoda-tests-cache-")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -31,6 +28,11 @@ from pagoda.process import keep_freed_memory, spin_briefly
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process that tests start would compile all modules again
 sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: what imports make stays
+_RAM = Path("/dev/shm")
+_FOLDER = ""
+"""Files of this session, and of processes that run tests for it."""
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.access(_RAM, os.W_OK) and shutil.disk_usage(_RAM).free > 4 << 30:
+    _FOLDER = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="pagoda-tests-", dir=_RAM)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 keep_freed_memory()
 spin_briefly()  # before torch is imported, here and in the processes that tests start
@@ -59,8 +61,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_unconfigure() -> None:
-    """The session's cache is gone with the session."""
-    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    """The session's cache, and its files in RAM, are gone with the session."""
+    for folder in filter(None, (os.environ["XDG_CACHE_HOME"], _FOLDER)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:
@@ -72,8 +75,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def _drive() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="pagoda-tests-") as folder:
-        yield folder
+    folder = tempfile.mkdtemp(prefix="pagoda-tests-")  # no object that a forked child's end would remove it with
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

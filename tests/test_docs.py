@@ -103,8 +103,8 @@ FEATURES = ["long-sequences", "moe", "precision", "checkpoint", "optimizers"]
 
 
 def reader(code: str) -> dict[str, Any]:
-    """What the reader has: `model`, `batch`, `rule`, `memory` and imports; in the current directory, the models that the
-    code names."""
+    """What the reader has: `model`, `batch`, `rule`, `memory` and imports; in the current directory, the models
+    that the code names."""
     torch.manual_seed(0)
     small: dict[str, Any] = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     llama = LlamaConfig(**{**small, "num_hidden_layers": 8}, intermediate_size=64, use_cache=False)

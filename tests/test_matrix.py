@@ -103,9 +103,10 @@ DAILY = AXES | {
     "model": tuple(name for name in MODELS if name not in ("gpt2", "qwen3")),
     "numbers": ("bf16", "fp16", "fp32", "bf16+fp32"),
 }
-"""For pairs. What is left out is much like another value: moments in 8 bits are kept in another form too, Muon is copied
-as a class of torch is (which runtime/test_rules.py trains), the other arenas do all that a plain one does, BOTH updates
-on the device from RAM, Llama stands for what is built alike, and optim/test_kernels.py has all forms of gradients."""
+"""For pairs. What is left out is much like another value: moments in 8 bits are kept in another form too, Muon is
+copied as a class of torch is (which runtime/test_rules.py trains), the other arenas do all that a plain one does, BOTH
+updates on the device from RAM, Llama stands for what is built alike, and optim/test_kernels.py has all forms of
+gradients."""
 
 
 def features_of(case: Case) -> set[Feature]:

@@ -50,7 +50,8 @@ def shown(block: tuple[str, str]) -> list[str]:
 
 
 def skeleton(line: str) -> str:
-    """A line without its figures, its frames and its spaces."""
+    """A line without its figures, its frames and its spaces, and without the lane that compute waited for."""
+    line = re.sub(r"no stalls|stalls \d+% \(\w+\)", "stalls", line)
     return re.sub(r"[\d.,:%+-]+|[^\w\s]|\s", "", line)
 
 
