@@ -189,9 +189,9 @@ class ShownStates:
 
     def _is_same(self, param: int, key: str, value: Any) -> bool:
         """Whether a value in an entry is what was shown."""
-        shown = self._shown[param].get(key)
+        shown: Any = self._shown[param].get(key)
         if value is shown:
-            return key != COUNT or param not in self._counts or float(value) == self._counts[param]
+            return key != COUNT or param not in self._counts or float(shown) == self._counts[param]
         return not isinstance(shown, torch.Tensor) and type(value) is type(shown) and value == shown
 
     def _values(self, state: ParameterState, given: dict[str, Any]) -> dict[str, Any]:

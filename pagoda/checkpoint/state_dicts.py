@@ -14,7 +14,7 @@ from pagoda.checkpoint.module_states import load_into, module_states
 from pagoda.checkpoint.state import settled, state_of, states_of, unpaged, whole_states
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, UsageError
-from pagoda.mesh.dtensors import local
+from pagoda.mesh.dtensors import as_dtensor
 from pagoda.plan.layout import WEIGHT
 
 
@@ -51,8 +51,11 @@ class _Copy(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: torch.Tensor) -> "_Copy":
-        counter = local(value).detach()
-        counter.set_(torch.empty(0, dtype=value.dtype))  # type: ignore[call-overload]
+        counter, nothing = value.detach(), torch.empty(0, dtype=value.dtype)
+        if (distributed := as_dtensor(counter)) is not None:
+            distributed._local_tensor = nothing
+        else:
+            counter.set_(nothing)  # type: ignore[call-overload]
         return cls(name, ref(value), counter, counter._version)
 
 
