@@ -184,6 +184,15 @@ def count(of: Training) -> None:
         entry["step"] = torch.tensor(1.0)
 
 
+def held_count(of: Training) -> Any:
+    """A count that was taken before goes on, also after a write."""
+    if not hasattr(of, "kept"):
+        of.kept = [v for v in of.optimizer.state[of.params[0]].values() if v.dim() == 0]  # type: ignore[attr-defined]
+    for step in of.kept:
+        step.add_(3)
+    return [step.clone() for step in of.kept]
+
+
 def count_from_zero(of: Training) -> None:
     entry = of.optimizer.state[of.params[0]]
     if torch.is_tensor(entry.get("step")):
@@ -298,6 +307,7 @@ USES: dict[str, Use] = {
     "to the CPU": to_cpu,
     "keys to the CPU": keys_to_cpu,
     "count": count,
+    "held count": held_count,
     "count from zero": count_from_zero,
     "between": between,
     "gradients": after_gradients,

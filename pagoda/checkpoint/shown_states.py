@@ -157,6 +157,7 @@ class ShownStates:
             changes = self._changes()
             if not changes:
                 return
+            self._check_apart()
             ready = [(state, given, self._values(state, given)) for state, given in changes]
             with self._engine.overwriting(), torch.inference_mode(False), torch.no_grad():
                 for state, given, values in ready:
@@ -186,6 +187,19 @@ class ShownStates:
                         "states of its parameters have a place in pages: keep the entry in a dictionary of your own."
                     )
         return changes
+
+    def _check_apart(self) -> None:
+        """Raises UsageError if a tensor is in two places, as pages cannot have it."""
+        assert self._mapping is not None
+        seen: dict[int, str] = {}
+        for state in self._members():
+            for key, value in (self._mapping.get(state.unit.params[state.slot]) or {}).items():
+                name = f"{key} of {state.name}"
+                if isinstance(value, torch.Tensor) and seen.setdefault(id(value), name) != name:
+                    raise UsageError(
+                        f"optimizer.state has the same tensor as {seen[id(value)]} and as {name}, but pages have one "
+                        "for each: clone() it."
+                    )
 
     def _is_same(self, param: int, key: str, value: Any) -> bool:
         """Whether a value in an entry is what was shown."""
@@ -227,11 +241,13 @@ class ShownStates:
             self._shown.pop(param, None)
             self._counts.pop(param, None)
             return
-        for key in values.keys() & (blank_entry(state).keys() - self._counted(state)):
-            write_value(state, key, values[key])
+        for key, value in values.items():
+            if key not in self._counted(state):
+                write_value(state, key, value)
         if COUNT in values or not unit.steps[state.slot]:
             unit.steps[state.slot] = self._engine.rule.steps_in({**given, **values})
-        kept = {key: value for key, value in self._shown.get(param, {}).items() if key not in values}
+        shown = self._shown.get(param, {})
+        kept = {key: value for key, value in shown.items() if key not in values or value is values[key]}
         self._found[param] = state
         self._shown[param] = {**self._markers(state), **kept}  # old markers show nothing any more
         self._put(state)

@@ -131,6 +131,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "text": (lambda state, param: state[param].update(exp_avg="none"), "keep others in a dictionary of your own"),
     "shape": (lambda state, param: state[param].update(exp_avg=torch.ones(2)), "has shape"),
     "part of a count": (lambda state, param: state[param].update(step=1.5), "counts no updates"),
+    "in two places": (lambda state, param: state[param].update(exp_avg=state[param]["exp_avg_sq"]), "the same tensor"),
     "two counts": (lambda state, param: state[param].update(step=torch.ones(2)), "counts no updates"),
     "negative": (lambda state, param: state[param]["step"].fill_(-1), "counts no updates"),
     "list": (lambda state, param: state.update({param: [1]}), "is a dictionary"),
