@@ -11,13 +11,25 @@ import torch
 
 from pagoda.autograd.gradient_values import ValuesCopy
 from pagoda.autograd.markers import Marked, marker
-from pagoda.checkpoint.optimizer_states import blank_entry, check_entry, read_value, write_entry, write_value
+from pagoda.checkpoint.copies import Copies
+from pagoda.checkpoint.optimizer_states import (
+    blank_entry,
+    check_entry,
+    read_entry,
+    read_value,
+    write_entry,
+    write_value,
+)
 from pagoda.checkpoint.state import ParameterState
 from pagoda.errors import UsageError
 from pagoda.parameters.hidden import Hidden, as_plain, name_of
 
 COUNT = "step"
 """The key under which rules, and most classes of torch, count the updates of a parameter."""
+
+_INSTEAD = (
+    "Write to optimizer.state[param] instead, or load the state dict after the write, with optimizer.load_state_dict."
+)
 
 
 class MarkedState(Marked):
@@ -67,6 +79,8 @@ class ShownStates:
         self._numbers: set[str] = set()
         """Keys of the states that are numbers. They have no markers."""
         self._unseen = False
+        self._copies = Copies("optimizer.state_dict()", _INSTEAD)
+        engine.accesses.before_use += [self._copies.check, self.take]
 
     @property
     def is_alone(self) -> bool:
@@ -96,6 +110,7 @@ class ShownStates:
     def forget(self) -> None:
         """All states were replaced. Dictionaries and markers from before show them no longer."""
         self._mapping = None
+        self._copies.forget()
         self._shown.clear()
         self._counts.clear()
 
@@ -108,9 +123,19 @@ class ShownStates:
         finally:
             self._unseen = False
 
-    def has(self, state: ParameterState) -> bool:
-        """Whether a parameter has an entry."""
-        return bool(state.unit.steps[state.slot]) or bool(self._shown.get(_identity(state)))
+    def entry(self, state: ParameterState, blank: bool = False) -> dict[str, Any]:
+        """A parameter's entry in a state dict, as `read_entry` gives it. Empty before the parameter's first update."""
+        exists = state.unit.steps[state.slot] or self._shown.get(_identity(state))
+        return read_entry(state, blank) if exists else {}
+
+    def copied(self, state: ParameterState) -> dict[str, Any]:
+        """Like `entry`. Writes to it are refused."""
+        with torch.inference_mode(False):
+            entry = self.entry(state)
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                self._copies.add(f"{key} of {state.name}", value)
+        return entry
 
     def find(self, param: int, key: str, marker: object) -> ParameterState | None:
         """The state for which a marker stands, if it still does."""

@@ -343,3 +343,18 @@ def test_copies_of_weights_are_read_loaded_and_cloned(wrap: Wrap) -> None:
         weights = model.state_dict()
     weights["layers.0.weight"].detach().sum()
     take_steps(of, 1)
+
+
+def test_a_write_to_a_copy_of_a_moment_is_refused_unless_it_is_loaded(wrap: Wrap) -> None:
+    model, optimizer = wrap(Net())
+    take_steps(of := Training(model, optimizer), 1)
+    copies = optimizer.state_dict()["state"]
+    copy.deepcopy(copies)[0]["exp_avg"].zero_()
+    take_steps(of, 1)
+    copies[1]["exp_avg"].zero_()
+    with pytest.raises(UsageError, match=r"state_dict\(\) returned for 'exp_avg of layers.0.bias'"):
+        of.loss(0)
+    copies = optimizer.state_dict()
+    copies["state"][1]["exp_avg"].zero_()
+    optimizer.load_state_dict(copies)
+    take_steps(of, 1)
