@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,9 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("used_by", ["step", "state_dict", "save_checkpoint"])
+@pytest.mark.parametrize(
+    ("wrong", "used_by"), zip(WRONG, cycle(["step", "state_dict", "save_checkpoint"]), strict=False)
+)
 def test_what_has_no_place_in_pages_is_refused(wrong: str, used_by: str, wrap: Wrap, tmp_path: Path) -> None:
     model, optimizer = wrap(Net())
     take_steps(of := Training(model, optimizer), 1)
