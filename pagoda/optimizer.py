@@ -69,18 +69,19 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states of each parameter that has been updated, as torch's optimizer of the same class has them, in fp32.
-
-        Read them and write to them like tensors. A parameter whose entry is removed or emptied begins anew with its
-        next update. New entries and values are written to pages before the next forward, step or checkpoint. The
-        dictionaries hold no values: each function gets a copy, and `state_dict` returns copies of all.
-        """
+        """The states of each parameter that has been updated, with the keys of torch's class, in fp32. See
+        `ShownStates`."""
         return self._shown_states.mapping
 
     @state.setter
     def state(self, mapping: Any) -> None:
         if hasattr(self, "_shown_states"):  # torch's constructor sets an empty one
             self._shown_states.replace(mapping)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        if "state" in state:
+            self.state = state["state"]
 
     @property
     def stats(self) -> StepStats:

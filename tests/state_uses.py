@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from gradient_uses import WIDTH, Net, Training
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import pagoda
 from pagoda.optim.flat import update as update_blocks
@@ -298,6 +299,11 @@ USES: dict[str, Use] = {
     "empty entry": lambda of: of.optimizer.state.__setitem__(of.params[4], {}),
     "cleared": lambda of: of.optimizer.state.clear(),
     "replaced": lambda of: setattr(of.optimizer, "state", collections.defaultdict(dict)),
+    "set as by pickle": lambda of: of.optimizer.__setstate__({"state": collections.defaultdict(dict)}),
+    "as vectors": lambda of: (
+        vector_to_parameters(parameters_to_vector(tensors(of)) * 0.5, tensors(of)) if tensors(of) else None
+    ),
+    "updated": lambda of: of.optimizer.state.update({param: {} for param in of.params[2:4]}),
     "from copies": from_copies,
     "new tensors": new_tensors,
     "new entries": new_entries,

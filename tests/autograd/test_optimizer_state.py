@@ -141,9 +141,10 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("wrong", "used_by"), zip(WRONG, cycle(["step", "state_dict", "save_checkpoint"]), strict=False)
-)
+USED_BY = [*zip(WRONG, cycle(["step", "state_dict", "save_checkpoint"]), strict=False)]
+
+
+@pytest.mark.parametrize(("wrong", "used_by"), USED_BY)
 def test_what_has_no_place_in_pages_is_refused(wrong: str, used_by: str, wrap: Wrap, tmp_path: Path) -> None:
     model, optimizer = wrap(Net())
     take_steps(of := Training(model, optimizer), 1)
