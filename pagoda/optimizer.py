@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pagoda.autograd.hooks import ModelHooks
 from pagoda.checkpoint.merging import guard_merging
-from pagoda.checkpoint.optimizer_states import check_entry, read_entry, torch_file, write_entry
+from pagoda.checkpoint.optimizer_states import check_entry, torch_file, write_entry
 from pagoda.checkpoint.shown_states import ShownStates
 from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.checkpoint.state import ParameterState, all_states, named, state_of
@@ -61,7 +61,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         guard_merging(model)
         self._weights = WeightStateDicts(model, engine)
         self._shown_states = ShownStates(engine, self._members)
-        engine.accesses.before_use.append(self._shown_states.take)
         engine.accesses.forget_states = self._shown_states.forget
         self._snapshot = Snapshot(model, engine)
         self._saving = threading.RLock()
@@ -70,18 +69,19 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states of each parameter that has been updated, as torch's optimizer of the same class has them, in fp32.
-
-        Read them and write to them like tensors. A parameter whose entry is removed or emptied begins anew with its
-        next update. New entries and values are written to pages before the next forward, step or checkpoint. The
-        dictionaries hold no values: each function gets a copy, and `state_dict` returns copies of all.
-        """
+        """The states of each parameter that has been updated, with the keys of torch's class, in fp32. See
+        `ShownStates`."""
         return self._shown_states.mapping
 
     @state.setter
     def state(self, mapping: Any) -> None:
         if hasattr(self, "_shown_states"):  # torch's constructor sets an empty one
             self._shown_states.replace(mapping)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        if "state" in state:
+            self.state = state["state"]
 
     @property
     def stats(self) -> StepStats:
@@ -255,7 +255,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.accesses.take_changes()
         with self._engine.settled(), self._shown_states.unseen():
             plain = super().state_dict()
-            entries = enumerate(map(self._entry, self._members()))
+            entries = enumerate(map(self._shown_states.copied, self._members()))
             return {**plain, "state": {index: entry for index, entry in entries if entry}, **self._loss_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -305,7 +305,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     "would be from different steps: finish the iteration before the next step."
                 )
             with self._engine.settled():  # whoever reads may have done anything since
-                entry = self._entry(state)
+                entry = self._shown_states.entry(state)
             if entry:
                 yield state.name, entry
 
@@ -323,7 +323,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
         self._in_model.check()
         self._engine.accesses.take_changes()
-        shapes = {state.name: blank for state in self._members() if (blank := self._entry(state, blank=True))}
+        shapes = {
+            state.name: blank for state in self._members() if (blank := self._shown_states.entry(state, blank=True))
+        }
         blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
         with torch_file(Path(path), blanks) as (content, write):
             for name, entry in self.named_states():
@@ -438,10 +440,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 yield self._states[id(param)]
-
-    def _entry(self, state: ParameterState, blank: bool = False) -> dict[str, Any]:
-        """The torch optimizer's state of a parameter. Empty before the parameter's first update."""
-        return read_entry(state, blank) if self._shown_states.has(state) else {}
 
     def _has_gradient(self, param: nn.Parameter) -> bool:
         state = self._states[id(param)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from gradient_uses import WIDTH, Net, Training
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import pagoda
 from pagoda.optim.flat import update as update_blocks
@@ -184,6 +185,15 @@ def count(of: Training) -> None:
         entry["step"] = torch.tensor(1.0)
 
 
+def held_count(of: Training) -> Any:
+    """A count that was taken before goes on, also after a write."""
+    if not hasattr(of, "kept"):
+        of.kept = [v for v in of.optimizer.state[of.params[0]].values() if v.dim() == 0]  # type: ignore[attr-defined]
+    for step in of.kept:
+        step.add_(3)
+    return [step.clone() for step in of.kept]
+
+
 def count_from_zero(of: Training) -> None:
     entry = of.optimizer.state[of.params[0]]
     if torch.is_tensor(entry.get("step")):
@@ -289,6 +299,11 @@ USES: dict[str, Use] = {
     "empty entry": lambda of: of.optimizer.state.__setitem__(of.params[4], {}),
     "cleared": lambda of: of.optimizer.state.clear(),
     "replaced": lambda of: setattr(of.optimizer, "state", collections.defaultdict(dict)),
+    "set as by pickle": lambda of: of.optimizer.__setstate__({"state": collections.defaultdict(dict)}),
+    "as vectors": lambda of: (
+        vector_to_parameters(parameters_to_vector(tensors(of)) * 0.5, tensors(of)) if tensors(of) else None
+    ),
+    "updated": lambda of: of.optimizer.state.update({param: {} for param in of.params[2:4]}),
     "from copies": from_copies,
     "new tensors": new_tensors,
     "new entries": new_entries,
@@ -298,6 +313,7 @@ USES: dict[str, Use] = {
     "to the CPU": to_cpu,
     "keys to the CPU": keys_to_cpu,
     "count": count,
+    "held count": held_count,
     "count from zero": count_from_zero,
     "between": between,
     "gradients": after_gradients,

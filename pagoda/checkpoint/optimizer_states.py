@@ -81,7 +81,7 @@ def write_value(state: ParameterState, key: str, value: Any) -> None:
 def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
     """Raises CheckpointError if the entry belongs to another optimizer or to a parameter of another shape. States may
     be missing."""
-    own, spans = blank_entry(state), state.moments()
+    own, spans, form = blank_entry(state), state.moments(), state.unit.forms[state.slot]
     for name, value in entry.items():
         if value is None or name == "step":
             continue
@@ -91,7 +91,8 @@ def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
                 f"state has for {state.name!r}."
             )
         shape, wanted = (tuple(torch.as_tensor(each).shape) for each in (value, own[name]))
-        if shape not in (wanted, spans[name].shape if name in spans else wanted):
+        whole = tuple(form.shape) if isinstance(form, DTensorForm) and wanted == state.spec.shape else wanted
+        if shape not in (wanted, whole, spans[name].shape if name in spans else wanted):
             raise CheckpointError(
                 f"The state does not belong to this optimizer: {name!r} of {state.name!r} has shape {shape}, but "
                 f"{wanted} here."

@@ -11,13 +11,25 @@ import torch
 
 from pagoda.autograd.gradient_values import ValuesCopy
 from pagoda.autograd.markers import Marked, marker
-from pagoda.checkpoint.optimizer_states import blank_entry, check_entry, read_value, write_entry, write_value
+from pagoda.checkpoint.copies import Copies
+from pagoda.checkpoint.optimizer_states import (
+    blank_entry,
+    check_entry,
+    read_entry,
+    read_value,
+    write_entry,
+    write_value,
+)
 from pagoda.checkpoint.state import ParameterState
 from pagoda.errors import UsageError
 from pagoda.parameters.hidden import Hidden, as_plain, name_of
 
 COUNT = "step"
 """The key under which rules, and most classes of torch, count the updates of a parameter."""
+
+_INSTEAD = (
+    "Write to optimizer.state[param] instead, or load the state dict after the write, with optimizer.load_state_dict."
+)
 
 
 class MarkedState(Marked):
@@ -67,6 +79,8 @@ class ShownStates:
         self._numbers: set[str] = set()
         """Keys of the states that are numbers. They have no markers."""
         self._unseen = False
+        self._copies = Copies("optimizer.state_dict()", _INSTEAD)
+        engine.accesses.before_use += [self._copies.check, self.take]
 
     @property
     def is_alone(self) -> bool:
@@ -96,6 +110,7 @@ class ShownStates:
     def forget(self) -> None:
         """All states were replaced. Dictionaries and markers from before show them no longer."""
         self._mapping = None
+        self._copies.forget()
         self._shown.clear()
         self._counts.clear()
 
@@ -108,9 +123,19 @@ class ShownStates:
         finally:
             self._unseen = False
 
-    def has(self, state: ParameterState) -> bool:
-        """Whether a parameter has an entry."""
-        return bool(state.unit.steps[state.slot]) or bool(self._shown.get(_identity(state)))
+    def entry(self, state: ParameterState, blank: bool = False) -> dict[str, Any]:
+        """A parameter's entry in a state dict, as `read_entry` gives it. Empty before the parameter's first update."""
+        exists = state.unit.steps[state.slot] or self._shown.get(_identity(state))
+        return read_entry(state, blank) if exists else {}
+
+    def copied(self, state: ParameterState) -> dict[str, Any]:
+        """Like `entry`. Writes to it are refused."""
+        with torch.inference_mode(False):
+            entry = self.entry(state)
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                self._copies.add(f"{key} of {state.name}", value)
+        return entry
 
     def find(self, param: int, key: str, marker: object) -> ParameterState | None:
         """The state for which a marker stands, if it still does."""
@@ -157,6 +182,7 @@ class ShownStates:
             changes = self._changes()
             if not changes:
                 return
+            self._check_apart()
             ready = [(state, given, self._values(state, given)) for state, given in changes]
             with self._engine.overwriting(), torch.inference_mode(False), torch.no_grad():
                 for state, given, values in ready:
@@ -187,11 +213,24 @@ class ShownStates:
                     )
         return changes
 
+    def _check_apart(self) -> None:
+        """Raises UsageError if a tensor is in two places, as pages cannot have it."""
+        assert self._mapping is not None
+        seen: dict[int, str] = {}
+        for state in self._members():
+            for key, value in (self._mapping.get(state.unit.params[state.slot]) or {}).items():
+                name = f"{key} of {state.name}"
+                if isinstance(value, torch.Tensor) and seen.setdefault(id(value), name) != name:
+                    raise UsageError(
+                        f"optimizer.state has the same tensor as {seen[id(value)]} and as {name}, but pages have one "
+                        "for each: clone() it."
+                    )
+
     def _is_same(self, param: int, key: str, value: Any) -> bool:
         """Whether a value in an entry is what was shown."""
         shown: Any = self._shown[param].get(key)
         if value is shown:
-            return key != COUNT or param not in self._counts or float(value) == self._counts[param]
+            return key != COUNT or param not in self._counts or float(shown) == self._counts[param]
         return not isinstance(shown, torch.Tensor) and type(value) is type(shown) and value == shown
 
     def _values(self, state: ParameterState, given: dict[str, Any]) -> dict[str, Any]:
@@ -227,11 +266,13 @@ class ShownStates:
             self._shown.pop(param, None)
             self._counts.pop(param, None)
             return
-        for key in values.keys() & (blank_entry(state).keys() - self._counted(state)):
-            write_value(state, key, values[key])
+        for key, value in values.items():
+            if key not in self._counted(state):
+                write_value(state, key, value)
         if COUNT in values or not unit.steps[state.slot]:
             unit.steps[state.slot] = self._engine.rule.steps_in({**given, **values})
-        kept = {key: value for key, value in self._shown.get(param, {}).items() if key not in values}
+        shown = self._shown.get(param, {})
+        kept = {key: value for key, value in shown.items() if key not in values or value is values[key]}
         self._found[param] = state
         self._shown[param] = {**self._markers(state), **kept}  # old markers show nothing any more
         self._put(state)

@@ -2,20 +2,25 @@
 masters of the trained or of all parameters."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary, finalize, ref
+from typing import Any
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import nn
 
 from pagoda.checkpoint.adapter import saved_by_peft
+from pagoda.checkpoint.copies import Copies
 from pagoda.checkpoint.live import live_weights
 from pagoda.checkpoint.module_states import load_into, module_states
 from pagoda.checkpoint.state import settled, state_of, states_of, unpaged, whole_states
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, UsageError
-from pagoda.mesh.dtensors import local
 from pagoda.plan.layout import WEIGHT
+
+_INSTEAD = (
+    "Write to the parameter under torch.no_grad() (dict(model.named_parameters())[name].copy_(values)), or load a part "
+    "of a state dict with model.load_state_dict(part, strict=False)."
+)
 
 
 @dataclass
@@ -39,23 +44,6 @@ class _InDict:
             )
 
 
-class _Copy(NamedTuple):
-    """A copy of a parameter of the user's model, in a state dict."""
-
-    name: str
-    tensor: ref[torch.Tensor]
-    counter: torch.Tensor
-    """An empty tensor with the version counter of the copy."""
-    version: int
-    """That of the copy when it was made."""
-
-    @classmethod
-    def of(cls, name: str, value: torch.Tensor) -> "_Copy":
-        counter = local(value).detach()
-        counter.set_(torch.empty(0, dtype=value.dtype))  # type: ignore[call-overload]
-        return cls(name, ref(value), counter, counter._version)
-
-
 class WeightStateDicts:
     """Hooks that put real weights into state dicts, and load them from state dicts.
 
@@ -65,19 +53,14 @@ class WeightStateDicts:
 
     A DTensor parameter appears as a DTensor. If it is loaded from a plain tensor with the whole value, each rank takes
     its part.
-
-    In plain PyTorch, a write to a tensor of a state dict writes to the model. Here it would be lost, so it is refused
-    before the model is used again, unless `load_state_dict` has loaded the parameter since. Each copy shares its
-    version counter with a tensor that holds no memory, which tells even after the copy is gone.
     """
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._dicts: dict[int, _InDict] = {}
         """By state dict."""
-        self._copies: list[_Copy] = []
-        """The copies that may have been written to."""
-        engine.accesses.before_use.append(self.check_copies)
+        self._copies = Copies("model.state_dict()", _INSTEAD)
+        engine.accesses.before_use.append(self._copies.check)
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._fill(module, state_dict, prefix)  # torch sets an attribute on the hook, so no bound method
@@ -89,19 +72,6 @@ class WeightStateDicts:
                 hooks: Any = module._state_dict_hooks
                 hooks.move_to_end(filling.id, last=False)  # the user's see real weights
                 module.register_load_state_dict_pre_hook(self._take)  # type: ignore[no-untyped-call]
-
-    def check_copies(self) -> None:
-        """Raises UsageError, once, if a copy was written to."""
-        copies, self._copies = self._copies, []
-        for copy in copies:
-            if copy.counter._version != copy.version:
-                raise UsageError(
-                    f"A tensor that model.state_dict() returned for {copy.name!r} was written to. It is a copy, so the "
-                    "model does not have the new values. Write to the parameter under torch.no_grad() "
-                    "(dict(model.named_parameters())[name].copy_(values)), or load a part of a state dict with "
-                    "model.load_state_dict(part, strict=False). To change a state dict for yourself, clone its tensors."
-                )
-        self._copies = [copy for copy in copies if copy.tensor() is not None]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         params = module.named_parameters(recurse=False)
@@ -130,13 +100,13 @@ class WeightStateDicts:
                     whole = copies.get((part.whole, version))
                     if whole is None:
                         whole = copies[part.whole, version] = torch.empty(part.shape, dtype=value.dtype)
-                        self._copies.append(_Copy.of(part.whole, whole))
+                        self._copies.add(part.whole, whole)
                     tile = whole.view(-1)[part.start : part.start + value.numel()].view(value.shape)
                     tile.data.copy_(value)  # which counts as no write
                     value = tile
                 value = copies[id(param), version] = state.as_param(value)
                 if part is None:
-                    self._copies.append(_Copy.of(state.name, value))
+                    self._copies.add(state.name, value)
             state_dict[prefix + name] = value
 
     def _in_dict(self, state_dict: dict[str, Any]) -> _InDict:
@@ -166,7 +136,7 @@ class WeightStateDicts:
             if value is param or not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue  # torch reports what is missing, is not a tensor or has the wrong shape
             state.overwrite(state.stored(value))
-            self._copies = [copy for copy in self._copies if copy.name != state.whole]
+            self._copies.forget(state.whole)
             state_dict[prefix + name] = param  # which torch copies to itself
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "text": (lambda state, param: state[param].update(exp_avg="none"), "keep others in a dictionary of your own"),
     "shape": (lambda state, param: state[param].update(exp_avg=torch.ones(2)), "has shape"),
     "part of a count": (lambda state, param: state[param].update(step=1.5), "counts no updates"),
+    "in two places": (lambda state, param: state[param].update(exp_avg=state[param]["exp_avg_sq"]), "the same tensor"),
     "two counts": (lambda state, param: state[param].update(step=torch.ones(2)), "counts no updates"),
     "negative": (lambda state, param: state[param]["step"].fill_(-1), "counts no updates"),
     "list": (lambda state, param: state.update({param: [1]}), "is a dictionary"),
@@ -139,8 +141,10 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("used_by", ["step", "state_dict", "save_checkpoint"])
+USED_BY = [*zip(WRONG, cycle(["step", "state_dict", "save_checkpoint"]), strict=False)]
+
+
+@pytest.mark.parametrize(("wrong", "used_by"), USED_BY)
 def test_what_has_no_place_in_pages_is_refused(wrong: str, used_by: str, wrap: Wrap, tmp_path: Path) -> None:
     model, optimizer = wrap(Net())
     take_steps(of := Training(model, optimizer), 1)
@@ -341,4 +345,19 @@ def test_copies_of_weights_are_read_loaded_and_cloned(wrap: Wrap) -> None:
     with torch.inference_mode():
         weights = model.state_dict()
     weights["layers.0.weight"].detach().sum()
+    take_steps(of, 1)
+
+
+def test_a_write_to_a_copy_of_a_moment_is_refused_unless_it_is_loaded(wrap: Wrap) -> None:
+    model, optimizer = wrap(Net())
+    take_steps(of := Training(model, optimizer), 1)
+    copies = optimizer.state_dict()["state"]
+    copy.deepcopy(copies)[0]["exp_avg"].zero_()
+    take_steps(of, 1)
+    copies[1]["exp_avg"].zero_()
+    with pytest.raises(UsageError, match=r"state_dict\(\) returned for 'exp_avg of layers.0.bias'"):
+        of.loss(0)
+    copies = optimizer.state_dict()
+    copies["state"][1]["exp_avg"].zero_()
+    optimizer.load_state_dict(copies)
     take_steps(of, 1)

@@ -338,8 +338,8 @@ def choose_together(
 
 
 def change_divided(out: Path, name: str, rule: str) -> dict[str, Any]:
-    """Read and change a divided parameter, and load a state dict of plain tensors."""
-    model, optimizer, _ = wrapped(out, name, 2, rule=rule)
+    """Read and change a divided parameter and its states, and load a state dict of plain tensors."""
+    model, optimizer, mesh = wrapped(out, name, 2, rule=rule)
     before = state_of(model, optimizer)["weights"]
     full = pagoda.full_state_dict(model)
     export(model, out / "exported")
@@ -349,8 +349,21 @@ def change_divided(out: Path, name: str, rule: str) -> dict[str, Any]:
     doubled = state_of(model, optimizer)["weights"]
     model.load_state_dict(before)
     after = state_of(model, optimizer)["weights"]
+    take_steps(name, model, optimizer, mesh, 1, range(1))
+    entry = optimizer.state[model.head.weight]
+    moment = [*entry][-1]
+    moments = [entry[moment].full_tensor()]
+    entry[moment].mul_(2)
+    moments.append(entry[moment].full_tensor())
+    entry[moment] = torch.ones(model.head.weight.shape)
+    optimizer.load_state_dict(optimizer.state_dict())
+    entry = optimizer.state[model.head.weight]
+    moments.append(entry[moment].full_tensor())
+    model.state_dict()["head.weight"].zero_()
+    refused = refusal(lambda: take_steps(name, model, optimizer, mesh, 1, range(1)))
     optimizer.close()
-    return {"before": before, "full": full, "shown": shown, "doubled": doubled, "after": after}
+    changed = {"shown": shown, "doubled": doubled, "moments": moments, "refused": refused}
+    return {"before": before, "full": full, "after": after, **changed}
 
 
 READS: dict[str, Callable[[Any], torch.Tensor]] = {

@@ -159,6 +159,12 @@ def test_divided_parameters_are_read_changed_and_loaded_as_wholes(rule: str, ran
         assert torch.equal(result["shown"], before["head.weight"])
         assert torch.equal(result["doubled"]["head.weight"], 2 * before["head.weight"])
         assert_equal(result["after"], before)
+        first, twice, ones = result["moments"]
+        assert torch.equal(first, results[0]["moments"][0])
+        assert first.any()
+        assert torch.equal(twice, 2 * first)
+        assert torch.equal(ones, torch.ones_like(first))
+        assert "It is a copy" in result["refused"]
 
 
 def test_methods_of_divided_parameters_read_their_values(ranks: RankServer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import gradient_uses
 import pytest
+import state_uses
 import torch
 from torch import nn
 from zoo import MODELS, PAGE, UNIT_LIMIT, Batch, Outcome, Recipe, batch, loss_of, run, take_step
@@ -325,3 +326,21 @@ def test_gradients_are_read_and_written_as_by_torch_alone(use: str, home: float)
     expected = gradient_uses.plainly(use, device="cuda")
     for mine, other in zip(found[-8:], expected[-8:], strict=True):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("home", [0.0, 1.0], ids=["in-ram", "on-the-device"])
+@pytest.mark.parametrize("use", ["looked at", "resampled", "zeroed", "popped", "new tensors", "count", "between"])
+def test_states_are_read_and_written_as_by_torch_alone(use: str, home: float) -> None:
+    split = pagoda.Split(device_home_share=home, device_update_share=home)
+    memory = pagoda.Memory(device="8MiB", host="8MiB", split=split)
+    rule = state_uses.RULES["adamw"]()
+    model, optimizer = pagoda.wrap(gradient_uses.Net(), rule, memory=memory, precision="fp32")
+    with optimizer:
+        found = state_uses.train(gradient_uses.Training(model, optimizer), use)
+    plain = gradient_uses.Net().to("cuda")
+    of = gradient_uses.Training(plain, torch.optim.AdamW(plain.parameters(), **rule.defaults()))
+    expected = state_uses.train(of, use)
+    for mine, other in zip(found[-8:], expected[-8:], strict=True):
+        torch.testing.assert_close(mine, other)
+    devices = [{key: value.device for key, value in entry.items()} for entry in expected[-9].values()]
+    assert [{key: value.device for key, value in entry.items()} for entry in found[-9].values()] == devices
