@@ -21,7 +21,7 @@ OF_A_RUN = {
     # What it trains on, and where it writes.
     "download", "data", "column", "skip_bad", "tokenizer", "cache",
     "eval_data", "eval_share", "eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt",
-    "sample_tokens", "packing", "epochs", "config", "log", "seed", "out", "resume", "checkpoint",
+    "sample_tokens", "packing", "epochs", "config", "report_to", "seed", "out", "resume", "checkpoint",
     "save_at_end", "trace_step", "verbose",
     # Which values states take, not how many.
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
