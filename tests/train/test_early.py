@@ -26,7 +26,6 @@ REFUSED = {
     "--out old": "--out old already holds a run (config.json, ",
     "--out text": "--out text: text is a file",
     "--resume --out old --checkpoint step-000009": "old has no checkpoint 'step-000009'",
-    "--report-to tensorbord": "'tensorbord'",
     "--report-to wandb": "--report-to wandb needs accelerate and wandb",
     "--plan search": "--plan search needs a machine that was measured",
     "--trace none/file": "--trace none/file cannot be written",
