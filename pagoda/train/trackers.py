@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig, flat
 from pagoda.train.evaluate import Evaluation
@@ -108,7 +110,9 @@ class Trackers:
             from accelerate import PartialState
             from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+            threads = torch.get_num_threads()
             PartialState()  # trackers write to a log that asks it for this process's rank
+            torch.set_num_threads(threads)  # accelerate may choose a number, and sums would have other bits
             tracker = LOGGER_TYPE_TO_CLASS[name](*place, **given)
             tracker.start()
             self._started[name] = tracker

@@ -7,7 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import accelerate
 import pytest
+import torch
+from accelerate import PartialState
 
 from pagoda.errors import ConfigError
 from pagoda.train import TrainConfig
@@ -110,6 +113,17 @@ def test_a_wrong_key_ends_a_run_before_its_first_step_and_other_trackers_are_clo
         trained(replace(config, report_to=("trackio", "wandb")))
     assert packages["trackio"].ended == 1
     assert not config.out.exists()
+
+
+def test_a_tracker_leaves_the_number_of_threads_as_it_was(
+    config: TrainConfig, packages: dict[str, Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate chooses one on the CPU with several ranks, if no variable does."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(accelerate, "PartialState", lambda: (PartialState(), torch.set_num_threads(before + 1)))
+    trained(replace(config, report_to=("wandb",)))
+    assert packages["wandb"].ended == 1
+    assert torch.get_num_threads() == before
 
 
 def test_a_tracker_that_fails_later_is_left_out_and_named(
