@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 RUNNABLE = [ROOT / "README.md", *sorted((DOCS / "tutorials").glob("*.md"))]
-FOREIGN_FLAGS = {"--nproc-per-node", "--max-restarts", "--local-dir"}
-"""Those of torchrun and hf."""
+FOREIGN_FLAGS = {"--nproc-per-node", "--max-restarts", "--local-dir", "--help-verbose"}
+"""Those of torchrun, hf and tyro."""
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

@@ -1,61 +1,52 @@
-"""The flags of a subcommand: parsed by tyro, with help in groups and errors of one line."""
+"""The flags of a subcommand, which tyro parses, and messages that name them."""
 
 import io
 import re
-import textwrap
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
-from itertools import pairwise
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
 from pagoda.config.settings import flag
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, PagodaError, unknown_name
 
 _T = TypeVar("_T")
-_ESSENTIAL = (
-    *("--model", "--data", "--prompt", "--out", "--hardware", "--gpus-per-node", "--download", "--eval-data"),
-    *("--optim.lr", "--epochs", "--steps", "--batch-size", "--seq-len", "--precision", "--lora.rank", "--resume"),
-)
-"""Flags that come first, in this order."""
-_OF_MEMORY = (
-    *("--memory", "--quantize", "--activations", "--tile", "--batch-tiles", "--sequence-tiles", "--per-token"),
-    *("--chunked", "--optim.moments"),
-)
-"""How flags begin that decide how much memory a run takes."""
+_MANY = 30
+"""Help describes the flags of a command that has fewer; of others, --help lists them and --help-verbose describes them.
+"""
 _MAY_BE_EMPTY = ("--prompt", "--system")
-_WIDTH = 100
-_ENTRY = re.compile(r"  (-|[A-Z][A-Z_|]+( |$))")
-"""How a flag or a positional argument begins in tyro's help, if that is not shown in a terminal."""
-_NAME = re.compile(r"--[\w.-]+")
-_UNREAD = re.compile(
-    r"^Error parsing (?P<flags>\S+): (?:no type matching \{None\}\|\{?(?P<kind>[A-Z ]+)\}? could be instantiated from "
-    r"\[|.*(?:base 10|to float): )(?P<value>'.*?')(?:\]|$)"
-)
-"""How tyro complains of a value of another type."""
-_KINDS = {"INT": "a whole number", "FLOAT": "a number", "FLOAT FLOAT": "two numbers"}
-_INDENT = " " * 8
-"""How lines begin that explain a flag."""
 
 
 def parsed(config: Callable[..., _T], args: list[str], prog: str, default: _T | None) -> _T:
     """The settings that `args` give. `default` provides the values of flags that are not given.
 
-    Raises ConfigError for flags that cannot be read, and SystemExit after --help.
+    Raises ConfigError for an unknown flag, and what the settings refuse. Raises SystemExit after help, and after tyro
+    has printed what it cannot read.
     """
-    shown, complaint = io.StringIO(), io.StringIO()
+    names = [flag(name) for name, _ in _settings(config)]  # type: ignore[arg-type]
     given: dict[str, Any] = {} if default is None else {"default": default}
+    complaint = io.StringIO()
     try:
-        with redirect_stdout(shown), redirect_stderr(complaint):
-            found: _T = tyro.cli(config, args=args, prog=prog, **given)
-            return found
+        with redirect_stderr(complaint):
+            found: _T
+            found, unknown = tyro.cli(
+                config, args=args, prog=prog, return_unknown_args=True, compact_help=len(names) > _MANY, **given
+            )
     except SystemExit as exited:
-        if exited.code:
-            raise ConfigError(f"{_in_one_line(complaint.getvalue())} ({prog} --help lists all flags)") from None
-        print(_in_groups(shown.getvalue(), prog), end="")
+        error: BaseException | None = exited
+        while error is not None and not isinstance(error, PagodaError):
+            error = error.__context__
+        if error is not None:  # tyro calls a refusal a value error, and leaves it as the context
+            raise error from None
+        print(complaint.getvalue(), end="", file=sys.stderr)
         raise
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise unknown_name(name, names, f"{prog} has no flag or argument {name!r}.", f"`{prog} --help` lists all.")
+    return found
 
 
 def check_not_empty(args: Sequence[str]) -> None:
@@ -103,60 +94,3 @@ def _settings(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _settings(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
         elif tyro.conf.Suppress not in getattr(hint, "__metadata__", ()):
             yield prefix + field.name, hint
-
-
-def _in_one_line(complaint: str) -> str:
-    """What tyro complains of, without its explanations of flags."""
-    lines = [line.rstrip() for line in complaint.splitlines() if line.strip()][1:]
-    parts: list[list[str]] = [[]]
-    for line in lines:
-        if line.strip(" -"):
-            parts[-1].append(line)
-        else:
-            parts.append([])
-    first, *others = filter(None, parts)
-    text = " ".join(line.strip() for line in first if not line.startswith(_INDENT))
-    text = re.sub(r"^Error parsing (?!-)\S+: ", "", text).rstrip(".")  # `text` names the setting itself
-    if (unread := _UNREAD.search(text)) is not None:
-        flags, of_several, value = unread.group("flags", "kind", "value")
-        kind = _KINDS.get(of_several) or _KINDS["INT" if "int()" in text else "FLOAT"]
-        text = f"{max(flags.split('/'), key=_is_whole)} is {value}; it must be {kind}"
-    text = re.sub(r"^Missing value for argument '(\S+)'. Expected 1 values", r"\1 lacks its value", text)
-    text = text.replace("('None', ", "(").replace(", 'None'", "")
-    meant = next((part[1] for part in others if part[0].strip() == "Perhaps you meant:"), None)
-    return text if meant is None else f"{text}; did you mean {max(_NAME.findall(meant), key=_is_whole)}?"
-
-
-def _in_groups(text: str, prog: str) -> str:
-    """tyro's help with its flags in groups."""
-    description = text.split("\n\n")[1]
-    entries = dict(_entries(text.splitlines()))
-    del entries["-h"]
-    groups: dict[str, list[str]] = {"essential": [], "memory": [], "advanced": []}
-    positional = [name for name in entries if not name.startswith("-")]
-    first = [*positional, *(name for name in _ESSENTIAL if name in entries)]
-    usual = [f"{name} ..." if name.startswith("-") else name for name in first[: max(2, len(positional))]]
-    groups["essential"] += [entries.pop(name) for name in first]
-    for name, entry in entries.items():
-        groups["memory" if name.startswith(_OF_MEMORY) else "advanced"].append(entry)
-    shown = [f"usage: {' '.join([prog, *usual])} [flags]\n", *textwrap.wrap(" ".join(description.split()), _WIDTH)]
-    for title, found in groups.items():
-        shown += [f"\n{title}:", *found] if found else []
-    return "\n".join(shown) + "\n"
-
-
-def _entries(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """(name, text) of each flag in tyro's help."""
-    starts = [at for at, line in enumerate(lines) if _ENTRY.match(line)]
-    for start, end in pairwise([*starts, len(lines)]):
-        usage, *explained = re.split(r" {2,}", lines[start].strip(), maxsplit=1)
-        explained += [line.strip() for line in lines[start + 1 : end] if line.startswith(_INDENT)]
-        text = " ".join(" ".join(explained).split()).removesuffix(" (default: None)")
-        wrapped = textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
-        usage = ", ".join(sorted(usage.split(", "), key=_is_whole, reverse=True))
-        yield re.split(r"[ ,]", usage)[0], f"  {usage.replace('{None}|', '')}\n{wrapped}"
-
-
-def _is_whole(name: str) -> bool:
-    """Whether a name has the group of its setting, which aliases leave out."""
-    return "." in name

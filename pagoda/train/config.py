@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -30,13 +30,13 @@ _FREE_ON_RESUME = frozenset(
     {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel"}
     | {"checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "save_at_end", "steps", "out", "resume"}
     | {"checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
-    | {"eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt", "sample_tokens", "log"}
+    | {"eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt", "sample_tokens", "report_to"}
     | {"tokens_per_step", "epochs", "verbose", "config", "speculate", "batch_size", "accumulation_steps"}
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
-LOGS = ("tensorboard", "wandb", "trackio")
-"""What --log may name: packages."""
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""A tracker of accelerate, by the name of its package."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 EVALUATIONS, EVAL_ROWS = 10, 256
@@ -159,9 +159,9 @@ class TrainConfig(Reading, SizedRun):
     checkpoint: str = "last"
     """With --resume: the checkpoint to continue from: last, best (by evaluation), or its name, such as step-000100.
     Later ones are kept under other names."""
-    log: str | None = None
-    """Where to write metrics in addition to metrics.jsonl: tensorboard (in the run directory), wandb, trackio, with
-    commas between."""
+    report_to: tuple[Tracker, ...] = ()
+    """Trackers that get the metrics too. tensorboard and aim write into the run directory. The others get the run's
+    name, and the project of their variable, such as WANDB_PROJECT."""
     verbose: bool = False
     """Print the reasons for the plan, too. They are in plan.json and in the report as well."""
     save_at_end: bool = True
@@ -188,7 +188,7 @@ class TrainConfig(Reading, SizedRun):
         if self.patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
-        _ = self.logs
+        require({*self.report_to} <= {*get_args(Tracker)}, "report_to", self.report_to, f"some of {get_args(Tracker)}")
         self.lora.check_with(self)
         if self.lora.rank is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
@@ -200,15 +200,6 @@ class TrainConfig(Reading, SizedRun):
                     f"--sample-every needs a whole {whole}: leave it out with {flag(name)}, and see what a checkpoint "
                     "writes with `pagoda generate`"
                 )
-
-    @property
-    def logs(self) -> list[str]:
-        """The destinations of metrics in addition to files. Raises ConfigError if one is unknown."""
-        names = [name.strip() for name in (self.log or "").split(",") if name.strip()]
-        for name in names:
-            if name not in LOGS:
-                raise ConfigError(f"--log {name!r} is not known: give some of {', '.join(LOGS)}, with commas between")
-        return names
 
     @property
     def depends_on_data(self) -> bool:

@@ -198,7 +198,6 @@ STEP_FORM: dict[str, Form] = {
     "stall_s": {str: number},
     "bytes_moved": {str: int},
     "peak_bytes": {str: int},
-    "accesses": {str: {str: number}},
 }
 """What readers need of the line of a step; see `memory.forms`."""
 EVALUATION_FORM: dict[str, Form] = {

@@ -1,7 +1,6 @@
 """`pagoda report`: one page about a run or a plan: losses, speed, the lanes of a step, tiers, units and settings."""
 
 import html
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,12 +13,11 @@ from pagoda.memory.files import read_regular
 from pagoda.memory.forms import FormError, whole
 from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
-from pagoda.schedule.served import AccessCounts, Found, add_counts, hit_rate
 from pagoda.simulate.hardware import Figure
 from pagoda.simulate.timeline import ALL_LANES, COMPUTE
 from pagoda.train.config import flat
 from pagoda.train.metrics import STEP_FORM, read_evaluations, read_metrics
-from pagoda.train.page import COLOURS, INK, bars, drawing, figure_of, folded, legend, listed, look, page, pairs, table
+from pagoda.train.page import COLOURS, bars, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
 _TIERS = {"device": "tier-device", "host": "tier-host", "ssd": "tier-ssd"}
@@ -189,7 +187,6 @@ def _speed(steps: Sequence[_Record], plan: _Record | None) -> str:
         + "<p>Share of the steps' time that compute waited for a lane or for data, and bytes a step moved:</p>"
         + table(("lane", "waited", "bytes a step"), rows)
         + _tier_use(steps)
-        + _accesses(add_counts(step["accesses"] for step in steps), total)
         + worn
     )
 
@@ -208,22 +205,6 @@ def _tier_use(steps: Sequence[_Record]) -> str:
     return "<p>Share of each tier's budget that pages took:</p>" + table(head, rows) if rows else ""
 
 
-def _accesses(counts: AccessCounts, total_s: float) -> str:
-    """What compute found when it used weights, in steps that took `total_s` seconds."""
-    rows = [
-        (
-            source,
-            f"{hit_rate({source: figures}):.1%}",
-            *(f"{figures[found]:,.0f}" for found in Found),
-            *(f"{figures[f'{found}_s'] / total_s:.1%}" for found in (Found.LATE, Found.FAULT)),
-        )
-        for source, figures in sorted(counts.items())
-    ]
-    head = ("weights from", "hit rate", "there (hits)", "on their way (late)", "on demand (faults)")
-    said = "<p>Accesses of compute to the weights of units, by where the weights come from:</p>"
-    return said + table((*head, "waited, late", "waited, faults"), rows) if rows else ""
-
-
 def _memory(plan: _Record, steps: Sequence[_Record]) -> str:
     rows = []
     for tier, lines in plan["bytes"].items():
@@ -232,7 +213,7 @@ def _memory(plan: _Record, steps: Sequence[_Record]) -> str:
         rows += [(tier, state, format_bytes(nbytes), "", "") for state, nbytes in lines.items() if nbytes]
         limit = "-" if budget is None else format_bytes(budget)
         rows.append((tier, "in all", format_bytes(sum(lines.values())), measured, limit))
-    return _bars(plan) + table(("tier", "state", "planned", "measured peak", "budget"), rows)
+    return table(("tier", "state", "planned", "measured peak", "budget"), rows)
 
 
 def _units(plan: _Record) -> str:
@@ -273,31 +254,6 @@ def _drawing(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> st
         f"{name} from {_figure(points[0][1])} to {_figure(points[-1][1])}" for name, points in lines.items() if points
     )
     return drawing(figure, title, f"{title} by step: {said}")
-
-
-def _bars(plan: _Record) -> str:
-    """A bar for each tier: bytes of each state as a share of the tier's budget. The largest states have their own
-    colours."""
-    tiers = [tier for tier, lines in plan["bytes"].items() if any(lines.values())]
-    figure, (axes,) = figure_of(1.0 + 0.5 * len(tiers))
-    total: Counter[str] = Counter()
-    for lines in plan["bytes"].values():
-        total.update(lines)
-    states = [state for state, _ in total.most_common()]
-    named = dict(zip(states[: len(COLOURS) - 1], COLOURS, strict=False))
-    for at, tier in enumerate(tiers):
-        left = 0.0
-        budget = plan["budgets"].get(tier) or sum(plan["bytes"][tier].values())
-        for state in states:
-            share = 100 * plan["bytes"][tier].get(state, 0) / budget
-            colour = named.get(state, COLOURS[-1])
-            axes.barh(at, share, left=left, color=colour, edgecolor=INK, linewidth=0.4 * (share > 0))
-            left += share
-    axes.set_yticks(range(len(tiers)), tiers)
-    axes.set_title("Memory by tier and state")
-    axes.set_xlabel("percent of the budget")
-    legend(figure, {**named, **({"other": COLOURS[-1]} if len(states) > len(named) else {})})
-    return drawing(figure, "Memory by tier and state", "What the table below says, as bars")
 
 
 def _figure(value: float | None) -> str:

@@ -73,7 +73,7 @@ class RunDir:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise ConfigError(f"--out {self.path}: {existing} is a file, not a directory")
-        inner = (self.checkpoints, self.tokenizer, self.path / "tensorboard")
+        inner = (self.checkpoints, self.tokenizer, self.path / "tensorboard", self.path / ".aim")
         if links := [path for path in inner if path.is_symlink()]:
             raise ConfigError(
                 f"--out {self.path}: {links[0].name} in it is a symbolic link, and a run writes only to its directory: "

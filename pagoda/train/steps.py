@@ -25,7 +25,6 @@ from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
 from pagoda.train.generate import Sample, continued, prompt_ids
 from pagoda.train.inputs import described
-from pagoda.train.loggers import Loggers
 from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.progress import Progress, say
 from pagoda.train.ranks import MetricsFiles, from_first, share_metrics
@@ -35,6 +34,7 @@ from pagoda.train.saving import Saving
 from pagoda.train.session import Session
 from pagoda.train.signals import first_signal
 from pagoda.train.tokenizer import Tokenizer
+from pagoda.train.trackers import Trackers
 
 _log = logging.getLogger("pagoda")
 
@@ -106,13 +106,13 @@ class Steps:
         """Run the remaining steps."""
         self._done = self._resumed = beginning.done
         self._saving.check_room(self._config.steps - self._done)
-        self._loggers = Loggers(replace(self._config, log=None), self._done, self._warn)
+        self._trackers = Trackers(replace(self._config, report_to=()), self._done, self._warn)
 
-        def log_in() -> None:
-            self._loggers = Loggers(self._config, self._done, self._warn)
+        def start_trackers() -> None:
+            self._trackers = Trackers(self._config, self._done, self._warn)
 
-        from_first(self._mesh, "the destinations of metrics", log_in)
-        with closing(self._loggers):
+        from_first(self._mesh, "the trackers", start_trackers)
+        with closing(self._trackers):
             return self._run(beginning)
 
     def _run(self, beginning: Beginning) -> TrainResult:
@@ -157,7 +157,7 @@ class Steps:
                 if files is None:  # after the first step has succeeded
                     files = opened.enter_context(closing(self._new_files(done, first)))
                 files.write(together=metrics, own=mine)
-                self._loggers.step(metrics)
+                self._trackers.step(metrics)
                 if traced and self._mesh.everyone.rank == 0:
                     self._write_timeline(step)
                 progress.show(metrics, self._left_s(step))
@@ -212,7 +212,7 @@ class Steps:
         )
         if first is not None:
             files.write(evals=first)
-            self._loggers.evaluation(first)
+            self._trackers.evaluation(first)
         return files
 
     def _write_plan(self) -> None:
@@ -258,7 +258,7 @@ class Steps:
     def _record_evaluation(self, step: int, files: MetricsFiles) -> None:
         found = self._evaluate(step)
         files.write(evals=found)
-        self._loggers.evaluation(found)
+        self._trackers.evaluation(found)
 
     def _evaluate(self, step: int) -> Evaluation:
         assert self._evaluator is not None
