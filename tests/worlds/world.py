@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from pagoda import api, engine
-from pagoda.memory.ssd import record, store as ssd_store
+from pagoda.memory.ssd import store as ssd_store, striped
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
 from pagoda.plan.planner import Plan
@@ -161,7 +161,7 @@ class World:
 
         places: list[tuple[Any, str, Any]] = [
             (ssd_store, "PageFile", self.drive.file),
-            (record, "PageFile", self.drive.file),
+            (striped, "PageFile", self.drive.file),
             (construct, "ThreadPoolExecutor", AtOnce),
             (construct, "lookups_in", self._lookups),
             (engine, "open_scheduler", self._open_scheduler),
