@@ -2,6 +2,7 @@
 not begun, or a checkpoint loads. Nothing hangs, and the exception reaches the user's code.
 """
 
+import dis
 import faulthandler
 import inspect
 import random
@@ -31,6 +32,10 @@ BATCHES = torch.randn(4, 4, 32, generator=torch.Generator().manual_seed(0))
 State = dict[str, torch.Tensor]
 
 
+_ENDS_BLOCK = bytes([dis.opmap["LOAD_CONST"]] * 3)
+"""The first instructions of the end of a `with` block: its `__exit__` is called with None three times."""
+
+
 class Interrupt:
     """Sends this thread a signal, whose handler raises an error, at the line of Pagoda's code that it comes to as
     number `at`."""
@@ -54,9 +59,11 @@ class Interrupt:
     def trace(self, frame: FrameType, what: str, _argument: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename == interrupts.__file__:
             return None
-        # Python handles no signal where it closes a generator, which looks like a call.
-        closes = what == "call" and bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
-        if what in ("call", "line") and not closes:
+        # Python handles no signal where it closes a generator, which looks like a call, nor where a `with` block ends.
+        code = frame.f_code
+        closes = what == "call" and bool(code.co_flags & inspect.CO_GENERATOR)
+        ends = code.co_code[frame.f_lasti : frame.f_lasti + 6 : 2] == _ENDS_BLOCK
+        if what in ("call", "line") and not (closes or ends):
             self.left -= 1
             if self.left == 0:
                 self.where = f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}"

@@ -80,7 +80,7 @@ class World:
         """Decides everything but what programs do."""
         self.log: list[str] | None = [] if log else None
         self.threads = Threads(self.haste)
-        self.drive = Drive(self.threads, self.haste, self.rules.failures)
+        self.drive = Drive(self.threads, self.haste, self.rules)
         self.network = Network(self.threads, self.rules.ranks)
         self.folder = Path(tempfile.mkdtemp(prefix="pagoda-world-", dir=_FOLDER))
         self.given: dict[tuple[int, int, int], dict[int, float]] = {}
