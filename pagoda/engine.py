@@ -322,17 +322,20 @@ class Engine:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
         self._executor.updates.give_up()
-        self.stepper.drop_step()
-        self.accesses.agree("loading a checkpoint")
-        self.accesses.wait_until_idle()  # what that has undone must have ended before states change
-        self.saver.settle()
+        try:
+            self.accesses.turn.run(self.stepper.drop_step)
+            self.accesses.agree("loading a checkpoint")
+            self.accesses.wait_until_idle()  # what that has undone must have ended before states change
+            self.saver.settle()
+        finally:
+            self._executor.updates.gives_up = False
         try:
             with self.store.replacing():
                 yield
+            self.accesses.wait_until_idle()
         except BaseException as error:
             self.damage.note(error)
             raise
-        self.accesses.wait_until_idle()
         self.accesses.tell(self._executor.restored, lags)
         self.forget_states()
 

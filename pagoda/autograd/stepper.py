@@ -180,8 +180,9 @@ class Stepper:
             unit.marked.clear()
 
     def drop_step(self) -> None:
-        """Forget the step that has begun, which no `step()` will end, with what it has updated."""
-        self.updates_have_begun()  # references that have gone may let one more begin
+        """Forget the step that has begun, which no `step()` will end. What it has updated is damaged."""
+        if self.updates_have_begun():
+            self._executor.damage.note(UsageError("A load was broken off that had dropped updates during backward"))
         for unit in self._units:
             unit.updated = False
             for param in unit.params:

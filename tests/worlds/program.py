@@ -108,10 +108,8 @@ class Program:
                 self.mending(self.a_round)
             while not self.mending(self.finish):
                 pass
-            try:
+            with suppress(SignalError):
                 self.optimizer.close()
-            except SignalError:
-                pass  # it has closed everything
             self.threads.running.signals = 0.0
             self.optimizer.close()
             self.device.stop()
@@ -689,11 +687,11 @@ class Program:
             self.note("failed:", repr(error))
         with self.healthy():
             self.let_go()
-        for healthy in (False, True):
+        for tries in range(20):  # transfers that were under way may still fail
             if self.engine.damage.cause is not None:
                 break
             try:
-                with self.healthy() if healthy else nullcontext():
+                with self.healthy() if tries else nullcontext():
                     self.drop()
                 return False
             except (Exception, SignalError) as error:
