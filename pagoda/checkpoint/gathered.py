@@ -55,9 +55,9 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
                     unit.used |= torch.is_grad_enabled()
             yield
             if modify:
-                values = [(state, state.unit.current(state.slot)) for state in states.values()]
-                overwrite_all(values)
-                for (_, unit, slot), written in values:
+                writes = [(state, state.unit.current(state.slot)) for state in states.values()]
+                overwrite_all(writes)
+                for (_, unit, slot), written in writes:
                     unit.gathered[slot].hash = _hash(written)
             for state in taken if not modify else ():
                 if _hash(state.unit.current(state.slot)) != state.unit.gathered[state.slot].hash:
