@@ -21,6 +21,7 @@ from pagoda.autograd.loss_scale import LossScaler
 from pagoda.autograd.stepper import Norms, Stepper
 from pagoda.autograd.uses import Uses
 from pagoda.errors import BudgetError, StorageError, UsageError
+from pagoda.interrupts import held_back, holding_back, look
 from pagoda.memory.page import PageRun
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
@@ -168,6 +169,7 @@ class Engine:
             self.check_not_gathered("optimizer.step()")
             self.accesses.turn.run(self._take_step, ended, late)
 
+    @torch.no_grad()
     def _take_step(self, ended: Callable[[], None], late: bool) -> None:
         scale = self.stepper.scaler.scale
         norms = self.stepper.step(late)
@@ -311,24 +313,28 @@ class Engine:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
                 self.accesses.drain()
         self._executor.updates.give_up()
-        self.stepper.drop_step()
-        self.accesses.agree("loading a checkpoint")
-        self.accesses.wait_until_idle()  # what that has undone must have ended before states change
-        self.saver.settle()
+        try:
+            self.accesses.turn.run(self.stepper.drop_step)
+            self.accesses.agree("loading a checkpoint")
+            self.accesses.wait_until_idle()  # what that has undone must have ended before states change
+            self.saver.settle()
+        finally:
+            self._executor.updates.gives_up = False
         try:
             with self.store.replacing():
                 yield
+            self.accesses.wait_until_idle()
         except BaseException as error:
             self.damage.note(error)
             raise
-        self.accesses.wait_until_idle()
         self.accesses.tell(self._executor.restored, lags)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended.
-        States are damaged if a disk fails meanwhile, or if any error occurs after the first write. Raises StorageError
-        if states are already damaged, because this cannot mend them. Raises UsageError like `settled`."""
+        """Inside, some states are overwritten by something other than updates. Updates and checkpoints have ended, and
+        signals are held back. States are damaged if a disk fails meanwhile, or if any error occurs after the first
+        write. Raises StorageError if states are already damaged, because this cannot mend them. Raises UsageError like
+        `settled`."""
         self.active_forwards.check_not_resident("A change of weights or other states")
         with self.alone():
             self.check_between_steps()
@@ -336,13 +342,14 @@ class Engine:
             self.accesses.agree("changing weights or other states")
             self.accesses.wait_until_idle()
             self.saver.settle()
-            writes = self.store.writes
-            try:
-                yield
-            except BaseException as error:
-                if isinstance(error, StorageError) or self.store.writes != writes:
-                    self.damage.note(error)
-                raise
+            with holding_back():
+                writes = self.store.writes
+                try:
+                    yield
+                except BaseException as error:
+                    if isinstance(error, StorageError) or self.store.writes != writes:
+                        self.damage.note(error)
+                    raise
 
     def prepare_capture(self) -> None:
         """Bring states to where the last `step()` leaves them, except for queued updates.
@@ -383,8 +390,12 @@ class Engine:
         Closes everything, then raises the first error of an update or a checkpoint that was not raised before. Does
         nothing in a forked process, because everything belongs to its parent.
         """
-        if self.accesses.closed or self._forks != forks():
-            return
+        if not self.accesses.closed and self._forks == forks():
+            look()
+            held_back(self._close)
+
+    def _close(self) -> None:
+        """Close everything. A signal can end the wait for updates."""
         self.accesses.closed = True
         _OPEN.discard(self)
         self._dropped.detach()

@@ -8,7 +8,8 @@ waits by `allowed`, and handlers run at once. (Databases do the same, as Postgre
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
@@ -44,6 +45,19 @@ def held_back(work: Callable[..., _Result], *arguments: Any) -> _Result:
     try:
         _hold()
         return work(*arguments)
+    finally:
+        _release()
+
+
+@contextmanager
+def holding_back() -> Iterator[None]:
+    """Inside, signals are held back as by `held_back`."""
+    if _held is not None or threading.get_ident() != _MAIN:
+        yield
+        return
+    try:
+        _hold()
+        yield
     finally:
         _release()
 

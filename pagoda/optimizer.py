@@ -117,7 +117,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         """The step that `trace_next_step` recorded, after it has ended. `forecast.chrome_trace` writes it to a file."""
         return self._engine.timeline
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient.
 

@@ -15,7 +15,7 @@ import torch
 from pagoda.autograd.accesses import Accesses
 from pagoda.autograd.activations.packing import Packing
 from pagoda.errors import UsageError
-from pagoda.interrupts import look
+from pagoda.interrupts import holding_back, look
 from pagoda.parameters.unit import LiveUnit, written_in_forward
 from pagoda.plan.trace import Phase
 
@@ -112,10 +112,10 @@ class ActiveForwards:
         new, forward = {*units} - self._resident, _Forward(Phase.FORWARD)
         with self.alone():
             try:
-                with torch.no_grad():  # so that its accesses belong to no step
+                with holding_back(), torch.no_grad():  # so that its accesses belong to no step
                     self._accesses.end_read()
                     self._accesses.turn.run(self._open, forward, new)
-                self._resident |= new
+                    self._resident |= new
                 yield
             finally:
                 self._resident -= new

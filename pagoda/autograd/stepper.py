@@ -14,7 +14,7 @@ from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.gradient_values import TOO_LATE, GradientValues
 from pagoda.autograd.loss_scale import LossScaler
 from pagoda.autograd.markers import MarkedGradient, marker
-from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
+from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.parameters.hidden import unseen
 from pagoda.parameters.unit import LiveUnit
@@ -180,8 +180,9 @@ class Stepper:
             unit.marked.clear()
 
     def drop_step(self) -> None:
-        """Forget the step that has begun, which no `step()` will end, with what it has updated."""
-        self.updates_have_begun()  # references that have gone may let one more begin
+        """Forget the step that has begun, which no `step()` will end. What it has updated is damaged."""
+        if self.updates_have_begun():
+            self._executor.damage.note(UsageError("A load was broken off that had dropped updates during backward"))
         for unit in self._units:
             unit.updated = False
             for param in unit.params:
@@ -286,7 +287,8 @@ class Stepper:
             self.scaler.end_step(skipped=True)
             return None
         except Exception as error:
-            if any(unit.updated for unit in self._units):  # this step can be neither taken nor dropped any more
+            mends = self.rank_group is None and isinstance(error, StorageError)  # then `step()` can be called again
+            if not mends and any(unit.updated for unit in self._units):  # it can be neither taken nor dropped any more
                 self._executor.damage.note(error)
             raise
         if self._clip_grad_norm is not None and norms.total is not None:
@@ -389,11 +391,11 @@ class Stepper:
     def _abandon(self) -> list[LiveUnit]:
         """Drop a step whose gradients are not finite. None of it stays queued. Returns the units that were updated
         during backward."""
+        self.accesses.drain()  # first: an exception ends it with nothing changed
         for unit in self._units:
             for param in unit.params:
                 param.grad = None
         self._drop_gradients()
-        self.accesses.drain()
         applied = []
         for gradient in self.gradients.taken():
             if gradient.unit.updated and gradient.updated.succeeded:

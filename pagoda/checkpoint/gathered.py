@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import nn
 
-from pagoda.checkpoint.state import ParameterState, state_of
+from pagoda.checkpoint.state import ParameterState, overwrite_all, state_of
 from pagoda.errors import UsageError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.parameters.unit import Gathered
@@ -54,10 +54,11 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
                     unit.set_part(slot, unit.shown(slot, values.to(unit.placeholders[slot].device)))
                     unit.used |= torch.is_grad_enabled()
             yield
-            for state in states.values() if modify else ():
-                values = state.unit.current(state.slot)
-                state.overwrite(values)
-                state.unit.gathered[state.slot].hash = _hash(values)
+            if modify:
+                writes = [(state, state.unit.current(state.slot)) for state in states.values()]
+                overwrite_all(writes)
+                for (_, unit, slot), written in writes:
+                    unit.gathered[slot].hash = _hash(written)
             for state in taken if not modify else ():
                 if _hash(state.unit.current(state.slot)) != state.unit.gathered[state.slot].hash:
                     raise UsageError(

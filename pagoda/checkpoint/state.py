@@ -1,7 +1,7 @@
 """State: reads and writes the weights and optimizer states of parameters, for everything except training."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -183,29 +183,22 @@ class ParameterState(NamedTuple):
                 store.write(index, LOW, spans[LOW].first + at, low)
 
     def overwrite(self, values: torch.Tensor) -> None:
-        """Set the master weight from `values` of any float dtype, once updates have ended.
+        """Set the master weight from `values` of any float dtype, as `overwrite_all` does."""
+        overwrite_all([(self, values)])
 
-        If `values` are in the compute dtype, elements equal to the weight keep their master. Raises UsageError if the
-        shape differs.
-        """
-        if tuple(values.shape) != self.spec.shape:
-            raise UsageError(
-                f"{self.name!r} has shape {self.spec.shape}, but the values written to it have {tuple(values.shape)}."
-            )
-        values = values.detach().cpu()
-        with self.engine.overwriting():
-            in_their_dtype = values.dtype is self.dtype
-            if LOW in self.spans() and in_their_dtype:
-                low = self.read(LOW)
-                low.masked_fill_(self.read(WEIGHT).view(torch.int16) != values.view(torch.int16), 0)
-                self.write(WEIGHT, values)
-                self.write(LOW, low)
-            elif MASTER in self.spans() and in_their_dtype:
-                master, old = self.read(MASTER), self.read(WEIGHT)
-                self.write_master(torch.where(old == values, master, values.float()).reshape(-1))
-            else:
-                self.write_master(values.reshape(-1))
-            self.engine.accesses.overwritten(self.unit)
+    def _overwrite(self, values: torch.Tensor) -> None:
+        in_their_dtype = values.dtype is self.dtype
+        if LOW in self.spans() and in_their_dtype:
+            low = self.read(LOW)
+            low.masked_fill_(self.read(WEIGHT).view(torch.int16) != values.view(torch.int16), 0)
+            self.write(WEIGHT, values)
+            self.write(LOW, low)
+        elif MASTER in self.spans() and in_their_dtype:
+            master, old = self.read(MASTER), self.read(WEIGHT)
+            self.write_master(torch.where(old == values, master, values.float()).reshape(-1))
+        else:
+            self.write_master(values.reshape(-1))
+        self.engine.accesses.overwritten(self.unit)
 
     def copy_in(self, state: StateSpec, whole: LazyTensor) -> None:
         """Overwrite a state, which the parameter must have, from that of the whole parameter, piece by piece. Reads
@@ -377,6 +370,25 @@ def settled(states: Iterable[ParameterState]) -> Iterator[None]:
         for engine in {id(state.engine): state.engine for state in states}.values():
             engines.enter_context(engine.settled())
         yield
+
+
+def overwrite_all(writes: Sequence[tuple[ParameterState, torch.Tensor]]) -> None:
+    """Set master weights from values of any float dtype, once updates have ended. A signal comes before that or after
+    it.
+
+    Of values in the compute dtype, elements equal to the weight keep their master. Raises UsageError, with nothing
+    written, if a shape differs.
+    """
+    for state, values in writes:
+        if tuple(values.shape) != state.spec.shape:
+            raise UsageError(
+                f"{state.name!r} has shape {state.spec.shape}, but the values written to it have {tuple(values.shape)}."
+            )
+    with ExitStack() as engines:
+        for engine in {id(state.engine): state.engine for state, _ in writes}.values():
+            engines.enter_context(engine.overwriting())
+        for state, values in writes:
+            state._overwrite(values.detach().cpu())
 
 
 def gather_from_stage(engine: Engine, what: str, mine: Any) -> list[Any]:

@@ -113,7 +113,7 @@ class Executor:
     def restored(self, lags: Sequence[int]) -> None:
         """Every state has been replaced, by weights with these `lags`. This is an event."""
         self._scheduler.restored(lags)
-        self.stall, self.updates.gives_up = None, False
+        self.stall = None
         self.damage.cause = None
 
     def lend(self, unit: LiveUnit) -> Handle | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import StorageError
+from pagoda.interrupts import holding_back
 from pagoda.memory.arena import Arena, copy_bytes, tensor_bytes
 from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.ram import free_ram
@@ -244,7 +245,7 @@ class Store:
         if home is not None:
             return home[start : start + count].to("cpu", copy=True)
         out = torch.empty(count, dtype=self.dtype(unit, state))
-        with self._ring.one() as slot:
+        with holding_back(), self._ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, out.dtype, start, count):
                 self.load(unit, state, offset, window)
                 out[part] = elements
@@ -294,7 +295,7 @@ class Store:
                 target.copy_(values)
             return
         frozen = state in (WEIGHT, WEIGHT_BACK) and start >= self.plan.layout.trained_elements(self.plan.units[unit])
-        with self._writing, self._ring.one() as slot:
+        with holding_back(), self._writing, self._ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, self.dtype(unit, state), start, values.numel()):
                 if frozen or elements.nbytes != window.nbytes:
                     is_whole = self._load_around(unit, state, offset, window)

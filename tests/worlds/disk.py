@@ -7,16 +7,18 @@ from typing import Any
 
 from pagoda.errors import StorageError
 
+from .rules import Rules
 from .threads import Threads
 
 
 class Drive:
     """What all files of a world share."""
 
-    def __init__(self, threads: Threads, rng: Random, failures: float) -> None:
+    def __init__(self, threads: Threads, rng: Random, rules: Rules) -> None:
         self.threads = threads
-        self.failures = failures
-        """How likely a transfer fails."""
+        self._rules = rules
+        self._is_out = False
+        """Whether the last transfer that could has failed."""
         self.failed = 0
         """How many have."""
         self.healthy = False
@@ -33,7 +35,7 @@ class Drive:
 
     def transfer(self, verb: str, copies: list[Callable[[], None]]) -> None:
         """Do some copies, with pauses before, between and after them; perhaps fail meanwhile."""
-        fails = not self.healthy and self.failures > 0 and self._rng.random() < self.failures
+        fails = self._fails(verb)
         done = self._rng.randrange(len(copies)) if fails else len(copies)
         self.threads.pause()
         for copy in copies[:done]:
@@ -42,6 +44,13 @@ class Drive:
         if fails:
             self.failed += 1
             raise StorageError(f"the drive of this world failed to {verb}")
+
+    def _fails(self, verb: str) -> bool:
+        rules = self._rules
+        if self.healthy or not rules.failures or verb not in rules.fails:
+            return False
+        self._is_out = self._rng.random() < (rules.outage if self._is_out else rules.failures)
+        return self._is_out
 
 
 class MemoryFile:

@@ -7,7 +7,8 @@ own mutants are in `mutants_of_schedule.py`.
 from dataclasses import dataclass
 from types import ModuleType
 
-from pagoda.autograd import stepper
+from pagoda import engine
+from pagoda.autograd import accesses, stepper
 from pagoda.ranks import collective, gathering, order, reducing
 from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, speculation, store, updaters, updates
 from pagoda.schedule import stream
@@ -61,6 +62,50 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "the parts of a gradient's update that others make are not waited for": (
             "after = [] if operation.gradient is None else [operation.gradient.payload.shown]",
             "after = []",
+        ),
+        "compute does not try again what a drive has failed to do": (
+            "            self.updates.retry()\n",
+            "            pass\n",
+        ),
+        "who waits is not told that a gradient cannot be read back": (
+            "        elif operation.kind is Kind.RELOAD:\n            self._note_stalled(error)\n",
+            "",
+        ),
+        "a checkpoint waits for an update that waits for a drive": (
+            "            self.capture.end(error)  # it may wait for this update",
+            "            pass",
+        ),
+        "a gradient that cannot be read back is not tried again": (
+            "            self.driver.tell(self._scheduler.try_again)\n            self.updates.retry()",
+            "            self.updates.retry()",
+        ),
+    },
+    accesses: {
+        "an event that a signal has ended in a wait stops the driver": (
+            "            self._wait_failed = True\n",
+            "            pass\n",
+        ),
+        "a use that a signal has ended before it began never ends": (
+            "            self.tell(self._scheduler.release, unit.index)\n            raise",
+            "            raise",
+        ),
+        "compute waits for a drive that fails": (
+            " or self._executor.stall is not None",
+            "",
+        ),
+    },
+    engine: {
+        "a signal tears a write": (
+            "            with holding_back():\n                writes = ",
+            "            with nullcontext():\n                writes = ",
+        ),
+        "a signal tears a close": (
+            "            held_back(self._close)",
+            "            self._close()",
+        ),
+        "updates fail for good after a load": (
+            "            self._executor.updates.gives_up = False",
+            "            pass",
         ),
     },
     leases: {
@@ -160,6 +205,38 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if not flow.begun and not flow.has_more and not flow.is_over:",
             "if not flow.has_more and not flow.is_over:",
         ),
+        "a transfer that has failed is not tried again": (
+            "                self._reading += do is Do.READ\n                self._act(do, block)",
+            "                pass",
+        ),
+        "reads that are tried again are not counted": (
+            "                self._reading += do is Do.READ\n",
+            "",
+        ),
+        "an update whose transfers are given up is not over": (
+            "                self._fail(flow, flow.stalled)",
+            "                pass",
+        ),
+        "a block that could not be read is updated": (
+            "            self._stall(Do.READ, block, error)",
+            "            self._may_update(block, flow)",
+        ),
+        "a block that could not be written is over": (
+            "        if error is not None and block.flow.error is None:\n",
+            "        if False:\n",
+        ),
+        "nobody hears of an update that waits for a drive": (
+            "            self._act(Do.STALL, flow.update, flow.stalled)",
+            "            pass",
+        ),
+        "an update that waits for a drive goes on with its next block": (
+            " and flow.stalled is None",
+            "",
+        ),
+        "an update is tried again before its blocks that are under way have ended": (
+            "== len(flow.begun) > 0",
+            "> 0",
+        ),
         "what was read ahead for another unit is kept": (
             "if ahead is None or ahead.unit != flow.unit:",
             "if ahead is None:",
@@ -236,6 +313,10 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     stepper: {
+        "a step that a drive has held up can never be taken": (
+            "mends = self.rank_group is None and isinstance(error, StorageError)",
+            "mends = False",
+        ),
         "a step does not wait until gradients have arrived": (
             "                self.accesses.turn.waiting(gradient.settle)\n",
             "                pass\n",

@@ -104,6 +104,22 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        elif record.run is not None:\n"
             "            here, there = (self._busy, self._idle) if record.arriving or record.transferring else",
         ),
+        "a gradient that could not be read back is never read back": (
+            "        for record in unread:",
+            "        for record in ():",
+        ),
+        "a gradient that cannot be read back is tried again without end": (
+            "if record.lacks_buffer and record not in self._unread:",
+            "if record.lacks_buffer:",
+        ),
+        "a buffer into which nothing could be read has a gradient": (
+            "            self._unread[record] = None\n            self._free(record)",
+            "            self._unread[record] = None",
+        ),
+        "a gradient that could not be spilled is on SSD": (
+            "record.clean = record.clean and not failed",
+            "pass",
+        ),
         "what SSD holds counts though more has arrived": (
             "record.clean = record.clean and not record.made",
             "pass",

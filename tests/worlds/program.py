@@ -9,7 +9,7 @@ import ctypes
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -28,7 +28,7 @@ from pagoda.parameters.unit import LiveUnit
 
 from .device import DeviceError, QueuedDevice, SlowDevice
 from .model import InterruptionError, Layer, Model
-from .threads import ViolationError
+from .threads import SignalError, ViolationError
 from .truth import LR, Truth, WholeSGD, norm_of, stored_weight
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Program:
         self.saving: tuple[Path, list[Truth]] | None = None
         """The checkpoint that is being written."""
         self.save_error: Exception | None = None
+        self.torn = False
+        """Whether a write to weights has begun and not ended, so that its failure damages states."""
         self.saved: tuple[Path, list[Truth]] | None = None
         """The last complete checkpoint."""
         self.folder = world.folder
@@ -101,11 +103,14 @@ class Program:
                 with self.healthy():
                     self.begin_checkpoint()
                     self.end_checkpoint()
+            self.threads.running.signals = self.rules.signals
             for _ in range(self.rules.steps):
                 self.mending(self.a_round)
             while not self.mending(self.finish):
                 pass
-            self.device.finish()
+            with suppress(SignalError):
+                self.optimizer.close()
+            self.threads.running.signals = 0.0
             self.optimizer.close()
             self.device.stop()
             self.scheduler.at_end()
@@ -260,7 +265,7 @@ class Program:
         self.coming[layer] = given
         return given
 
-    def delivered(self, layer: int, slot: int, _: torch.Tensor) -> None:
+    def delivered(self, layer: int, slot: int, _: torch.Tensor | None = None) -> None:
         """The package has taken a parameter's gradient."""
         self.deliver(layer, slot)
         self.arrived[layer, slot] += 1
@@ -420,12 +425,15 @@ class Program:
             self.lr = lr = LR * self.rng.choice([1.0, 2.0, 0.5])
         self.optimizer.param_groups[0]["lr"] = lr
         self.note("step", self.step_number, "lr", lr)
-        refused = False
+        refused, before = False, self.engine._step
         self.check_held(self.held)
         try:
             self.optimizer.step()
         except NonFiniteGradientError:
             refused = True
+        except SignalError:
+            if self.engine._step == before:
+                raise  # nothing was done
         self.reduce()
         self.attempt += 1
         norm, scale = norm_of(self.truths, self.rules.sizes), 1.0
@@ -489,7 +497,7 @@ class Program:
             record = records.get(self.units[layer].index)
             for slot, at in enumerate(self.slots(layer)) if record is not None else ():
                 if at < len(record.arrivals) and record.arrivals[at] > self.arrived[layer, slot]:
-                    self.deliver(layer, slot)
+                    self.delivered(layer, slot)
 
     # --- between steps ---
 
@@ -505,7 +513,7 @@ class Program:
         """Inside, updates are drained. What fails may fail before or after that."""
         try:
             yield
-        except Exception:
+        except (Exception, SignalError):
             if not any(self.scheduler.weights(unit.index).lag for unit in self.units):
                 self.drained()
             raise
@@ -575,9 +583,18 @@ class Program:
         self.let_go()
         self.device.finish()
         param = [*self.model.layer(layer).parameters()][slot]
-        with self.draining(), pagoda.gathered([param], modify=True):
-            param.data.fill_(value)
-        self.truths[layer].overwrite(slot, value, self.rules.precision)
+        writes = self.engine.store.writes
+        self.torn = True
+        try:
+            with self.draining(), pagoda.gathered([param], modify=True):
+                param.data.fill_(value)
+        except SignalError:
+            self.torn = False
+            raise
+        finally:
+            if self.engine.store.writes != writes:  # a signal came too late, or states are damaged
+                self.truths[layer].overwrite(slot, value, self.rules.precision)
+        self.torn = False
 
     def begin_checkpoint(self) -> None:
         self.end_checkpoint()
@@ -585,8 +602,11 @@ class Program:
         self.note("save", path.name)
         replaces = [self.saved[0]] if self.saved is not None else []
         self.save_error = None
-        self.optimizer.save_checkpoint(path, wait=False, replaces=replaces, on_error=self.save_failed)
-        self.saving = path, [truth.rewound() for truth in self.truths]
+        try:
+            self.optimizer.save_checkpoint(path, wait=False, replaces=replaces, on_error=self.save_failed)
+        finally:
+            if self.engine.saver._job is not None:
+                self.saving = path, [truth.rewound() for truth in self.truths]
 
     def save_failed(self, error: Exception) -> None:
         self.save_error = error
@@ -594,8 +614,9 @@ class Program:
     def end_checkpoint(self) -> None:
         if self.saving is None:
             return
-        (path, truths), self.saving = self.saving, None
+        path, truths = self.saving
         self.optimizer.wait_for_checkpoint()
+        self.saving = None
         if self.save_error is not None:
             self.note("saving has failed:", self.save_error)
             self.check_failure(self.save_error)
@@ -624,27 +645,34 @@ class Program:
         self.note("load", path.name)
         self.let_go()
         self.device.finish()
-        with self.healthy():
+        try:
             self.optimizer.load_checkpoint(path)
+        except (Exception, SignalError) as error:
+            self.check_failure(error)
+            with self.healthy():
+                self.optimizer.load_checkpoint(path)
         self.truths = copy.deepcopy(truths)
         self.attempt += 1
-        self.step_begun = False
+        self.step_begun = self.torn = False
 
     # --- what fails ---
 
     @contextmanager
     def healthy(self) -> Iterator[None]:
-        """Inside, nothing fails."""
-        before = self.drive.healthy
+        """Inside, nothing fails, and no signal comes."""
+        me = self.threads.running
+        before, signals = self.drive.healthy, me.signals
         self.drive.healthy = self.device.healthy = True
+        me.signals = 0.0
         try:
             yield
         finally:
             self.drive.healthy = self.device.healthy = before
+            me.signals = signals
 
     def check_failure(self, error: BaseException) -> None:
-        """An error must have a cause: a transfer that has failed."""
-        if isinstance(error, BudgetError) and self.held:
+        """An error must have a cause: a signal, or a transfer that has failed."""
+        if isinstance(error, SignalError) or (isinstance(error, BudgetError) and self.held):
             return
         if not (isinstance(error, PagodaError | DeviceError) and self.drive.failed + self.device.failed):
             raise error
@@ -654,16 +682,25 @@ class Program:
         try:
             do()
             return True
-        except Exception as error:
+        except (Exception, SignalError) as error:
             self.check_failure(error)
-            self.note("failed:", error)
-        self.let_go()
-        try:
-            if self.engine.damage.cause is None:
-                self.drop()
+            self.note("failed:", repr(error))
+        with self.healthy():
+            self.let_go()
+        for tries in range(20):  # transfers that were under way may still fail
+            if self.engine.damage.cause is not None:
+                break
+            try:
+                with self.healthy() if tries else nullcontext():
+                    self.drop()
                 return False
-        except Exception as error:
-            self.check_failure(error)
+            except (Exception, SignalError) as error:
+                self.check_failure(error)
+                self.note("dropping it failed:", repr(error))
+        cause = self.engine.damage.cause
+        require(cause is not None, "a step can be neither taken nor dropped, and states are not damaged")
+        lost = self.device.failed and self.rules.mode == "during backward"
+        require(bool(lost or self.torn or self.rules.ranks > 1), f"states are damaged by {cause!r}")
         with self.healthy(), suppress(Exception):
             self.optimizer.wait_for_checkpoint()
         if self.saving is not None and self.save_error is None:

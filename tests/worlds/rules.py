@@ -72,6 +72,12 @@ class Rules:
     """Whether each rank's gradients are added by themselves."""
     in_ram: frozenset[int]
     """Layers that compute in RAM, as embeddings that the CPU looks up."""
+    outage: float
+    """How likely the drive's next transfer fails too, after one has."""
+    fails: tuple[str, ...]
+    """Transfers that fail."""
+    signals: float
+    """How likely a signal comes where compute could wait. Its handler raises an error."""
 
     @staticmethod
     def draw(rng: Random) -> "Rules":
@@ -120,6 +126,9 @@ class Rules:
             ordered=ranks > 1 and stage > 1 and rng.random() < 0.3,
             ranks=ranks if ranks == 1 else rng.choice([2, 2, 2, 4]),
             in_ram=unread if device and ranks == 1 and len(unread) < count and rng.random() < 0.5 else frozenset(),
+            outage=rng.choice([0.0, 0.5, 0.9]),
+            fails=rng.choice([("read", "write"), ("read",), ("write",)]),
+            signals=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.001, 0.004]),
         )
 
     @property

@@ -18,7 +18,7 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
-from pagoda import process
+from pagoda import interrupts, process
 
 _NEVER = 1 << 62
 _LANES = (
@@ -36,6 +36,10 @@ class OverError(BaseException):
     """The world has ended. Raised in every thread that waits."""
 
 
+class SignalError(BaseException):
+    """What a signal's handler raises, such as that of Ctrl-C."""
+
+
 class Thread:
     """A thread of a world. It runs when it has the turn."""
 
@@ -51,6 +55,10 @@ class Thread:
         """Whether it hardly goes on where another can."""
         self.rank = 0
         """Of the program to which it belongs."""
+        self.signals = 0.0
+        """How likely a signal comes where another thread could go on."""
+        self.holds_back = False
+        """Whether signals are held back."""
         self.real: threading.Thread | None = None
         self.world: Threads
 
@@ -119,11 +127,18 @@ class Threads:
     # --- turns ---
 
     def pause(self) -> None:
-        """Another thread may go on here."""
+        """Another thread may go on here, or a signal may come."""
+        self.signal()
         self._left -= 1
         if self._left <= 0 and not self.over:
             self._left = self._gap()
             self.let_others()
+
+    def signal(self) -> None:
+        """Raises SignalError at random."""
+        me = self.running
+        if me.signals and not (me.holds_back or self.over) and self._rng.random() < me.signals:
+            raise SignalError
 
     def let_others(self) -> None:
         """One of the threads that could goes on: perhaps this one."""
@@ -142,6 +157,7 @@ class Threads:
         self._go_on(me)
         if me in waiters:  # its time has come
             waiters.remove(me)
+        self.signal()
 
     def wake(self, waiters: list[Thread], most: int = _NEVER) -> None:
         """Let threads that wait go on."""
@@ -411,8 +427,42 @@ class _Time:
         return getattr(time, name)
 
 
+class _Interrupts:
+    """The functions of `pagoda.interrupts`."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+
+    def held_back(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        with self.holding_back():
+            return work(*arguments)
+
+    def allowed(self, wait: Callable[..., Any], *arguments: Any) -> Any:
+        with self._holding_back(False):
+            self._threads.signal()
+            result = wait(*arguments)
+            self._threads.signal()
+            return result
+
+    @contextmanager
+    def holding_back(self) -> Iterator[None]:
+        with self._holding_back(True):
+            yield
+        self._threads.signal()
+
+    @contextmanager
+    def _holding_back(self, holds_back: bool) -> Iterator[None]:
+        me = self._threads.running
+        before, me.holds_back = me.holds_back, holds_back
+        try:
+            yield
+        finally:
+            me.holds_back = before
+
+
 _IN_TURNS = ("pagoda.runtime", "pagoda.memory", "pagoda.ranks", "pagoda.checkpoint", "pagoda.optimizer")
 """The modules whose threads, locks and queues take turns."""
+_INTERRUPTS = ("held_back", "holding_back", "allowed")
 
 
 @contextmanager
@@ -426,14 +476,17 @@ def in_turns(threads: Threads) -> Iterator[None]:
         id(SimpleQueue): lambda: Queue(threads),
         id(sys.modules["queue"]): _queue_module(threads),
     }
+    signals = _Interrupts(threads)
+    everywhere = {id(getattr(interrupts, name)): getattr(signals, name) for name in _INTERRUPTS}
     replaced: list[tuple[ModuleType, str, Any]] = []
     for name, module in [*sys.modules.items()]:
-        if not name.startswith(_IN_TURNS):
+        if not name.startswith("pagoda."):
             continue
+        found = {**places, **everywhere} if name.startswith(_IN_TURNS) else everywhere
         for attribute, value in [*vars(module).items()]:
-            if id(value) in places:
+            if id(value) in found:
                 replaced.append((module, attribute, value))
-                setattr(module, attribute, places[id(value)])
+                setattr(module, attribute, found[id(value)])
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from pagoda import api, engine
-from pagoda.memory.ssd import record, store as ssd_store
+from pagoda.memory.ssd import store as ssd_store, striped
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
 from pagoda.plan.planner import Plan
@@ -80,7 +80,7 @@ class World:
         """Decides everything but what programs do."""
         self.log: list[str] | None = [] if log else None
         self.threads = Threads(self.haste)
-        self.drive = Drive(self.threads, self.haste, self.rules.failures)
+        self.drive = Drive(self.threads, self.haste, self.rules)
         self.network = Network(self.threads, self.rules.ranks)
         self.folder = Path(tempfile.mkdtemp(prefix="pagoda-world-", dir=_FOLDER))
         self.given: dict[tuple[int, int, int], dict[int, float]] = {}
@@ -161,7 +161,7 @@ class World:
 
         places: list[tuple[Any, str, Any]] = [
             (ssd_store, "PageFile", self.drive.file),
-            (record, "PageFile", self.drive.file),
+            (striped, "PageFile", self.drive.file),
             (construct, "ThreadPoolExecutor", AtOnce),
             (construct, "lookups_in", self._lookups),
             (engine, "open_scheduler", self._open_scheduler),

@@ -10,6 +10,7 @@ import torch
 from pagoda.autograd.activations.places import Pieces, Place
 from pagoda.autograd.activations.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
 from pagoda.errors import BudgetError, UsageError
+from pagoda.interrupts import allowed, held_back
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.slots import Hashes
@@ -88,6 +89,9 @@ class Offloader:
 
     def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
         """Start to offload the storage of a tensor if it is not offloaded yet. Returns None if it has to stay."""
+        return held_back(self._offload, tensor, storage)
+
+    def _offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
         if tensor.device != self._device.torch_device or not storage.may_leave(tensor, self._least_bytes):
             return None
         offloaded = storage.absent(OffloadedStorage, tensor._version)
@@ -102,36 +106,49 @@ class Offloader:
             self._in_use.add(pages)
             storage.replace_by(offloaded)
             self._waiting.append(weakref.ref(offloaded))
-        self.write_free()
+        self._write_free()
         return offloaded
 
     def write_free(self) -> None:
         """Start to write the storages that only graphs hold now. Before that, someone could still write to them where
         autograd does not see it, through `.data`."""
+        held_back(self._write_free)
+
+    def _write_free(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for reference in waiting:
-            offloaded = reference()
-            if offloaded is None or offloaded.used:  # backward came first
-                continue
-            assert offloaded.source is not None, "it is not written yet"
-            if storage_use_count(offloaded.source) <= FRESH_USE_COUNT:
-                self._write(offloaded)
-            else:
-                self._waiting.append(reference)
+        try:
+            while waiting:
+                reference = waiting.pop(0)
+                offloaded = reference()
+                if offloaded is None or offloaded.used:  # backward came first
+                    continue
+                assert offloaded.source is not None, "it is not written yet"
+                if storage_use_count(offloaded.source) <= FRESH_USE_COUNT:
+                    self._write(offloaded)
+                else:
+                    self._waiting.append(reference)
+        finally:
+            self._waiting += waiting
 
     def bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
         """The storage, in the memory of compute."""
+        return held_back(self._bring_back, offloaded)
+
+    def _bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
         offloaded.used = True
         if offloaded.target is None:
             offloaded.target = offloaded.source  # still here while it is being written
         if offloaded.target is None:
             offloaded.target = self._read(offloaded)
         if offloaded.reading is not None:
-            self._meter.wait_for(offloaded.reading)
+            allowed(self._meter.wait_for, offloaded.reading)
         return offloaded.target
 
     def read_ahead(self) -> None:
         """Read storages that backward will need next."""
+        held_back(self._read_ahead)
+
+    def _read_ahead(self) -> None:
         while self._order and self._order[-1]() is None:
             self._order.pop()
         room = self._window
@@ -147,8 +164,11 @@ class Offloader:
 
     def settle(self) -> None:
         """Wait until all outgoing transfers have ended, and free pages. Raises their errors."""
-        self.write_free()
-        self._meter.hold_back(self._writing, 0)
+        held_back(self._settle)
+
+    def _settle(self) -> None:
+        self._write_free()
+        self._meter.hold_back(self._writing, 0)  # in the event of a step, of which half is done
         self._take_back()
         live = [(reference, offloaded) for reference in self._order if (offloaded := reference()) is not None]
         self._order = [reference for reference, _ in live]
@@ -193,7 +213,7 @@ class Offloader:
         self._order.append(reference)
         self._writing.add(offloaded.written, nbytes)
         self._window = max(self._window, BUFFERED * nbytes)
-        self._meter.hold_back(self._writing, self._window)
+        allowed(self._meter.hold_back, self._writing, self._window)
 
     def _read(self, offloaded: OffloadedStorage) -> torch.Tensor:
         if self._closed:

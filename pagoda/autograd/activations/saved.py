@@ -126,8 +126,7 @@ class SavedStorages:
 
 def storage_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The whole storage of a tensor, flat, as elements of `dtype`."""
-    with torch.no_grad():
-        return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class View:
