@@ -35,7 +35,7 @@ from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
-from pagoda.memory.identity import MANIFEST, new_checkpoint_id
+from pagoda.memory.identity import MANIFEST, finished, new_checkpoint_id
 from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
@@ -72,12 +72,13 @@ class Snapshot:
         extra: dict[str, Any],
         replaces: Sequence[Path] = (),
         on_error: Callable[[Exception], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
     ) -> None:
         """Start writing a checkpoint of the state after the last `step()`. The saver's thread finishes it.
 
-        Only one is written at a time: the previous one has ended. No other thread computes meanwhile. `replaces`:
-        checkpoints to delete once this one is complete. `on_error`: see `Saver.start`. Raises UsageError if updates
-        during backward have already changed the state since `step()`.
+        Only one is written at a time: the previous one has ended. No other thread computes meanwhile. `on_complete` is
+        called on the first rank once this one is complete, then the checkpoints in `replaces` are deleted. `on_error`:
+        see `Saver.start`. Raises UsageError if updates during backward have already changed the state since `step()`.
         """
         self._engine.check_between_steps()
         check_absent(directory)
@@ -110,8 +111,9 @@ class Snapshot:
             content[LATE] = contents.late
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {file: {name: tensor.cpu().clone() for name, tensor in held.items()} for file, held in apart.items()}
+        ending = partial(self._end, on_complete, replaces)
         self._engine.accesses.turn.run(
-            self._start, directory, contents, content, copies, apart_specs, replaces, on_error
+            self._start, directory, contents, content, copies, apart_specs, replaces, ending, on_error
         )
 
     def _start(
@@ -122,6 +124,7 @@ class Snapshot:
         copies: dict[str, dict[str, torch.Tensor]],
         apart_specs: Specs,
         replaces: Sequence[Path],
+        ending: Callable[[Files], None],
         on_error: Callable[[Exception], None] | None,
     ) -> None:
         """Start to capture the states, and to write what a checkpoint contains."""
@@ -132,7 +135,7 @@ class Snapshot:
         extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         late = frozenset(unit for unit, lag in enumerate(self._engine.scheduler.versions.lags) if lag)
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
-        write = partial(self._write, directory, capture, kept, specs, copies, content, replaces)
+        write = partial(self._write, directory, capture, kept, specs, copies, content, ending)
         self._engine.saver.start(write, on_error)
 
     def nbytes(self, groups: list[NamedGroup], copied: bool) -> int:
@@ -158,7 +161,7 @@ class Snapshot:
         specs: Specs,
         apart: dict[str, dict[str, torch.Tensor]],
         content: dict[str, Any],
-        replaces: Sequence[Path],
+        ending: Callable[[Files], None],
     ) -> None:
         """Fill the directory and commit it, on the saver's thread."""
         links = self._engine.links
@@ -175,18 +178,26 @@ class Snapshot:
                 if any(kept.names.values()):
                     mine = None
                     if capture.frozen is not None:
-                        mine = capture.frozen.commit(directory, content["id"]), list(kept.units.values())
+                        mine = capture.frozen.commit(finished(directory), content["id"]), list(kept.units.values())
                     saved = {state.name: state.dtype for state in self._engine.plan.saved_states}
                     dtypes = {name: saved[name] for name in content["states"]}
                     content[PAGED] = joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
                 if files.first:
                     write_manifest(files.folder, content)
             complete = True
-            self._remove(replaces, files)
+            ending(files)
         finally:
             self._engine.end_capture(capture)
             if capture.frozen is not None:  # last: stores may wait for slots of replaced checkpoints
                 capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
+
+    def _end(self, on_complete: Callable[[], None] | None, replaced: Sequence[Path], files: Files) -> None:
+        """Do what follows once a checkpoint is complete."""
+        if on_complete is not None:
+            with files.failing_on_all():
+                if files.first:
+                    on_complete()
+        self._remove(replaced, files)
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
         """Delete checkpoints. Each rank frees the slots that they occupy in its own store. The new checkpoint is

@@ -1,0 +1,115 @@
+"""Directories that a framework fills, with a checkpoint of Pagoda in each: they have their name once complete."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pagoda.checkpoint.directory import Removable, remove, remove_leftovers
+from pagoda.errors import CheckpointError, StorageError
+from pagoda.integrations import seals
+from pagoda.memory.files import storage_errors, sync_directory
+from pagoda.memory.identity import partial, removed, unfinished
+from pagoda.memory.lock import Lock
+
+STATE = "pagoda"
+"""Directory inside such a directory: Pagoda's own checkpoint, from which a run resumes."""
+
+
+class Staged:
+    """A directory while it is being written. Its methods raise StorageError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.path = unfinished(directory)
+        """Where its files are written."""
+        self._lock: Lock | None = None
+
+    @property
+    def state(self) -> Path:
+        """Pagoda's checkpoint in it."""
+        return self.path / STATE
+
+    @property
+    def replaced(self) -> Path:
+        """Where a directory of the same name is put, to be deleted."""
+        return removed(self.directory)
+
+    def create(self) -> None:
+        """Create it, empty, and lock it. Remains of an interrupted run are deleted."""
+        self.close()
+        with storage_errors(f"{self.directory} could not be written"):
+            delete(partial(self.directory))
+            delete(self.replaced)
+            self.path.mkdir(parents=True)
+            self._lock = Lock(partial(self.directory))
+            seals.begin(self.path)
+
+    def complete(self, replaces: Sequence[Path] = ()) -> None:
+        """Seal it, give it its name durably, and mark the directories that it replaces as no longer complete."""
+        seals.seal(self.path)
+        with storage_errors(f"{self.directory} could not be written"):
+            if os.path.lexists(self.directory):
+                self.directory.rename(self.replaced)
+            self.path.rename(self.directory)
+            sync_directory(self.directory.parent)
+            self.close()
+            partial(self.directory).rmdir()
+            for old in replaces:
+                seals.begin(old)
+
+    def close(self) -> None:
+        """Unlock it. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def removable(directories: Sequence[Path]) -> list[Path]:
+    """The directories that may be deleted. Those in which Pagoda's own checkpoint has other files are kept."""
+    found = []
+    for directory in directories:
+        with suppress(CheckpointError):
+            if (directory / STATE).exists():
+                Removable.of(directory / STATE)
+            found.append(directory)
+    return found
+
+
+def delete(directory: Path) -> None:
+    """Delete a directory of a framework, and free the pages of the checkpoint in it. It may be one that was begun, or
+    not exist. One without a seal stays. Raises OSError and StorageError."""
+    inner = directory / directory.name[1:].removesuffix(".partial")
+    if directory.is_symlink() or not (_is_ours(directory) or _is_ours(inner)):
+        return
+    for place in (directory, inner):
+        remove_leftovers(place, ())
+        with suppress(CheckpointError):  # it has no manifest, so no pages
+            remove(place / STATE)
+    shutil.rmtree(directory)
+
+
+def _is_ours(directory: Path) -> bool:
+    return directory.is_dir() and ((directory / seals.SEAL).is_file() or not any(directory.iterdir()))
+
+
+def finish_interrupted(run: Path, prefix: str) -> None:
+    """Do what an interrupted run has left undone in its directory: give complete directories their names, and delete
+    those that were begun and those that were being deleted. One that another process writes stays."""
+    for path in sorted(run.glob(f".{prefix}*.partial")):
+        staged = Staged(path.with_name(path.name[1:].removesuffix(".partial")))
+        with suppress(BlockingIOError):
+            Lock(path).close()
+            try:
+                seals.check(staged.path)
+                staged.complete()
+            except (CheckpointError, StorageError):
+                _delete_quietly(path)
+    for path in (*run.glob(f".{prefix}*.removed"), *filter(seals.is_begun, run.glob(f"{prefix}*"))):
+        _delete_quietly(path)
+
+
+def _delete_quietly(path: Path) -> None:
+    with suppress(OSError, StorageError):
+        delete(path)
