@@ -111,10 +111,8 @@ class Snapshot:
             content[LATE] = contents.late
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {file: {name: tensor.cpu().clone() for name, tensor in held.items()} for file, held in apart.items()}
-        ending = partial(self._end, on_complete, replaces)
-        self._engine.accesses.turn.run(
-            self._start, directory, contents, content, copies, apart_specs, replaces, ending, on_error
-        )
+        what = contents, content, copies, apart_specs
+        self._engine.accesses.turn.run(self._start, directory, *what, replaces, on_error, on_complete)
 
     def _start(
         self,
@@ -124,8 +122,8 @@ class Snapshot:
         copies: dict[str, dict[str, torch.Tensor]],
         apart_specs: Specs,
         replaces: Sequence[Path],
-        ending: Callable[[Files], None],
         on_error: Callable[[Exception], None] | None,
+        on_complete: Callable[[], None] | None,
     ) -> None:
         """Start to capture the states, and to write what a checkpoint contains."""
         states = self._engine.plan.saved_states if contents.late else self._states
@@ -135,7 +133,7 @@ class Snapshot:
         extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         late = frozenset(unit for unit, lag in enumerate(self._engine.scheduler.versions.lags) if lag)
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
-        write = partial(self._write, directory, capture, kept, specs, copies, content, ending)
+        write = partial(self._write, directory, capture, kept, specs, copies, content, replaces, on_complete)
         self._engine.saver.start(write, on_error)
 
     def nbytes(self, groups: list[NamedGroup], copied: bool) -> int:
@@ -161,7 +159,8 @@ class Snapshot:
         specs: Specs,
         apart: dict[str, dict[str, torch.Tensor]],
         content: dict[str, Any],
-        ending: Callable[[Files], None],
+        replaces: Sequence[Path],
+        on_complete: Callable[[], None] | None,
     ) -> None:
         """Fill the directory and commit it, on the saver's thread."""
         links = self._engine.links
@@ -184,20 +183,16 @@ class Snapshot:
                     content[PAGED] = joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
                 if files.first:
                     write_manifest(files.folder, content)
+            if on_complete is not None:
+                with files.failing_on_all():
+                    if files.first:
+                        on_complete()
             complete = True
-            ending(files)
+            self._remove(replaces, files)
         finally:
             self._engine.end_capture(capture)
             if capture.frozen is not None:  # last: stores may wait for slots of replaced checkpoints
                 capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
-
-    def _end(self, on_complete: Callable[[], None] | None, replaced: Sequence[Path], files: Files) -> None:
-        """Do what follows once a checkpoint is complete."""
-        if on_complete is not None:
-            with files.failing_on_all():
-                if files.first:
-                    on_complete()
-        self._remove(replaced, files)
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
         """Delete checkpoints. Each rank frees the slots that they occupy in its own store. The new checkpoint is

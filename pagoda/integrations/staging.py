@@ -45,16 +45,25 @@ class Staged:
             self.path.mkdir(parents=True)
             self._lock = Lock(partial(self.directory))
             seals.begin(self.path)
+            sync_directory(self.directory.parent)
 
     def complete(self, replaces: Sequence[Path] = ()) -> None:
-        """Seal it, give it its name durably, and mark the directories that it replaces as no longer complete."""
-        seals.seal(self.path)
-        with storage_errors(f"{self.directory} could not be written"):
-            if os.path.lexists(self.directory):
-                self.directory.rename(self.replaced)
-            self.path.rename(self.directory)
-            sync_directory(self.directory.parent)
-            self.close()
+        """Seal it, give it its name durably, and mark the directories that it replaces as no longer complete. If this
+        fails, it is deleted."""
+        try:
+            seals.seal(self.path)
+            with storage_errors(f"{self.directory} could not be written"):
+                if os.path.lexists(self.directory):
+                    seals.begin(self.directory)
+                    self.directory.rename(self.replaced)
+                self.path.rename(self.directory)
+                sync_directory(self.directory.parent)
+        except BaseException:
+            for path in (self.path, *([] if self.path.exists() else [self.directory])):
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        self.close()
+        with storage_errors(f"{self.directory} is complete, but what it replaces could not be marked"):
             partial(self.directory).rmdir()
             for old in replaces:
                 seals.begin(old)

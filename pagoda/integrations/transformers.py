@@ -22,12 +22,14 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations import seals
 from pagoda.integrations.accelerate import PRECISIONS, adopt
 from pagoda.integrations.checkpoints import Checkpoints, SavingCallback
+from pagoda.integrations.evaluation import TokenMean
 from pagoda.integrations.paging import Paging, hand_over, optimizer_of
 from pagoda.integrations.settings import check_resumes
 from pagoda.integrations.staging import STATE, finish_interrupted
 from pagoda.integrations.states import adapter_state, exported_into, numbered
 from pagoda.integrations.vllm import check_adapters, stream_weights
 from pagoda.optimizer import PagedOptimizer
+from pagoda.runtime.stats import StepStats
 from pagoda.train.signals import first_signal
 
 _SCHEDULER = "scheduler.pt"
@@ -78,6 +80,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         self.paging = Paging() if paging is None else paging
         self._paged: PagedOptimizer | None = None
         self.checkpoints: Checkpoints | None = None
+        self._token_mean: TokenMean | None = None
         self.received: list[int] = []
         """The signal that ends the run, if it has come."""
         self._was_given = False
@@ -201,10 +204,33 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Return None: the norm is known only after `step`, and `log` adds it."""
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, and add the last step's gradient norm to the training loss."""
-        if self._paged is not None and "loss" in logs and self._paged.stats.grad_norm is not None:
-            logs = {"loss": logs["loss"], "grad_norm": self._paged.stats.grad_norm, **logs}
+        """Log, and add the last step's gradient norm and figures of paging to the training loss."""
+        if self._paged is not None and "loss" in logs:
+            stats = self._paged.stats
+            norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
+            logs = {"loss": logs["loss"], **norm, **logs, **_figures(stats)}
         super().log(logs, *args, **kwargs)
+
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict, and count the tokens that the loss counts."""
+        found = super().prediction_step(model, inputs, *args, **kwargs)
+        if self._token_mean is not None:
+            self._token_mean.add(inputs, found[0])
+        return found
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Evaluate, and add the loss as a mean over tokens to the metrics, in nats and bits; see `TokenMean`."""
+        self._token_mean = TokenMean(self)
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            mesh = None if self._paged is None else self._paged._engine.links.mesh
+            found = self._token_mean.metrics(mesh)
+        finally:
+            self._token_mean = None
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
 
     # --- saving --------------------------------------------------------------------------------------------------
 
@@ -345,6 +371,15 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             restore_rng(generators)  # the run continues
         else:  # save_only_model
             super()._load_best_model()
+
+
+def _figures(stats: StepStats) -> dict[str, float]:
+    """Figures of the last step for metrics, with `pagoda_` before the names of `StepStats`."""
+    stalls = {f"stall_s_{lane}": seconds for lane, seconds in stats.stall_s.items() if seconds}
+    moved = {f"bytes_moved_{lane}": nbytes for lane, nbytes in stats.bytes_moved.items() if nbytes}
+    peaks = {f"peak_bytes_{tier}": nbytes for tier, nbytes in stats.peak_bytes.items()}
+    found = {"step_s": stats.step_s, "hit_rate": stats.hit_rate, "faults": stats.faults, **stalls, **moved, **peaks}
+    return {f"pagoda_{name}": value for name, value in found.items()}
 
 
 def _in_pages(model: nn.Module) -> bool:
