@@ -23,6 +23,7 @@ from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
 from pagoda.integrations.settings import record
 from pagoda.integrations.staging import STATE, Staged, delete, removable
+from pagoda.memory.identity import partial
 from pagoda.memory.sizes import format_bytes
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.traffic import bytes_written_to_ssd
@@ -102,7 +103,7 @@ class Checkpoints:
                 on_complete=lambda: now.staged.complete(now.replaced),
             )
 
-        self._pending.start(trainer.state.global_step, begin, lambda: self._ended(now))
+        self._pending.start(trainer.state.global_step, begin, lambda error: self._ended(now, error))
         if args.save_only_model:
             self.end()
 
@@ -145,12 +146,16 @@ class Checkpoints:
         excess = len(every) + 1 - max(now.limit, len(kept))
         return removable([path for path in every if path not in kept][: max(0, excess)])
 
-    def _ended(self, now: _Save) -> None:
-        """Do what follows once a checkpoint is complete."""
+    def _ended(self, now: _Save, error: Exception | None) -> None:
+        """Do what follows once a checkpoint is complete, or could not be written."""
         trainer = self._trainer
+        now.staged.close()
         if self._mesh.everyone.rank == 0:
-            for path in (*now.replaced, now.staged.replaced):
+            done = (*now.replaced, now.staged.replaced)
+            for path in done if error is None else (partial(now.staged.directory),):
                 delete_replaced(path)
+        if error is not None:
+            return
         if now.pushes:
             trainer._push_from_checkpoint(str(now.staged.directory))
         handler = trainer.callback_handler
@@ -264,7 +269,7 @@ class Checkpoints:
 
 
 def delete_replaced(path: Path) -> None:
-    """Delete what a new checkpoint has replaced. If that fails, a warning says so."""
+    """Delete a checkpoint that a new one has replaced, or that was not completed. If that fails, a warning says so."""
     try:
         delete(path)
     except (OSError, StorageError) as error:

@@ -21,7 +21,7 @@ OnError = Callable[[Exception], None]
 class _Writing:
     step: int
     begin: Callable[[OnError], None]
-    ended: Callable[[], None]
+    ended: Callable[[Exception | None], None]
 
 
 class PendingCheckpoint:
@@ -47,9 +47,9 @@ class PendingCheckpoint:
         """Whether a checkpoint was written, or could not be, and has not been ended."""
         return self._writing is not None and not self._optimizer.checkpoint_pending
 
-    def start(self, step: int, begin: Callable[[OnError], None], ended: Callable[[], None]) -> None:
+    def start(self, step: int, begin: Callable[[OnError], None], ended: Callable[[Exception | None], None]) -> None:
         """Call `begin` to start writing the state after `step` steps. It passes its argument to `save_checkpoint` as
-        `on_error`, or raises. `ended` is called if the checkpoint is complete."""
+        `on_error`, or raises. `ended` gets its error, or None once the checkpoint is complete."""
         self.end()
         self._start(_Writing(step, begin, ended))
 
@@ -66,13 +66,11 @@ class PendingCheckpoint:
             return None
         self._optimizer.wait_for_checkpoint()
         writing, self._writing = self._writing, None
-        if not self._errors:
-            writing.ended()
-            return None
-        error = self._errors.pop()
-        if not isinstance(error, PagodaError | OSError):
+        error = self._errors.pop() if self._errors else None
+        if error is not None and not isinstance(error, PagodaError | OSError):
             raise error
-        if say_it:
+        writing.ended(error)
+        if error is not None and say_it:
             why = str(error).rstrip(".")
             self._say(
                 f"The checkpoint after step {writing.step} was not saved: {why}. The run continues to the next one"

@@ -101,8 +101,8 @@ class Saving:
             replaced = self._prepare(step, best) if self._mesh.everyone.rank == 0 else []
             self._session.optimizer.save_checkpoint(path, extra, wait=False, replaces=replaced, on_error=on_error)
 
-        def ended() -> None:
-            self.saved = path
+        def ended(error: Exception | None) -> None:
+            self.saved = path if error is None else self.saved
 
         self.pending.start(step, begin, ended)
 
