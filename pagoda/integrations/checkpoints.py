@@ -60,7 +60,7 @@ class Checkpoints:
         self.stopped_by: int | None = None
         """The signal that ends the run, on all ranks."""
         self._trainer = trainer
-        self._mesh = optimizer._engine.links.mesh
+        self._mesh, self._places = optimizer._engine.links.mesh, optimizer._engine.ssd_directories
         self._console = Console(stderr=True, quiet=self._mesh.everyone.rank > 0)
         self._pending = PendingCheckpoint(optimizer, self._mesh, self._say)
         self._now: _Save | None = None
@@ -84,7 +84,7 @@ class Checkpoints:
             directory.rmdir()
         self.end()
         self._saved_at, self._last_step = time.monotonic(), trainer.state.global_step
-        now = _Save(Staged(directory), trainer.state, args.save_total_limit, args.push_to_hub)
+        now = _Save(Staged(directory, self._places), trainer.state, args.save_total_limit, args.push_to_hub)
 
         def begin(on_error: OnError) -> None:
             self._write_files(now, write)
@@ -153,7 +153,7 @@ class Checkpoints:
         if self._mesh.everyone.rank == 0:
             done = (*now.replaced, now.staged.replaced)
             for path in done if error is None else (partial(now.staged.directory),):
-                delete_replaced(path)
+                self._delete(path)
         if error is not None:
             return
         if now.pushes:
@@ -192,7 +192,7 @@ class Checkpoints:
             return
         others = [Path(path) for path in sort_checkpoints(trainer._get_output_dir(None)) if path != str(Path(best))]
         for path in removable(others):
-            delete_replaced(path)
+            self._delete(path)
 
     def after_step(self, control: Any) -> None:
         """End what is written, and decide with all ranks whether to save or to stop."""
@@ -264,19 +264,19 @@ class Checkpoints:
         step = self._trainer.state.global_step + 1
         return f"{name}: stops after step {step} and saves it. Another signal stops at once"
 
+    def _delete(self, path: Path) -> None:
+        """Delete a checkpoint that a new one has replaced, or that was not completed. It stays, with a warning, if that
+        fails."""
+        try:
+            delete(path, self._places)
+        except (OSError, StorageError) as error:
+            _log.warning("%s was not deleted: %s", path, error)
+
     def _say(self, message: str) -> None:
         say(self._console, message) if self._mesh.everyone.rank == 0 else _log.warning("%s", message)
 
 
-def delete_replaced(path: Path) -> None:
-    """Delete a checkpoint that a new one has replaced, or that was not completed. If that fails, a warning says so."""
-    try:
-        delete(path)
-    except (OSError, StorageError) as error:
-        _log.warning("%s was not deleted: %s", path, error)
-
-
-class SavingCallback(TrainerCallback):
+class SavingCallback(TrainerCallback):  # type: ignore[misc]
     """Asks for checkpoints by time, and ends a run after a signal."""
 
     def __init__(self, trainer: Any) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pagoda.checkpoint.directory import Removable, remove, remove_leftovers
+from pagoda.checkpoint.directory import Removable, remove_leftovers
+from pagoda.checkpoint.paged import with_ranks
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.integrations import seals
 from pagoda.memory.files import storage_errors, sync_directory
@@ -20,8 +21,9 @@ STATE = "pagoda"
 class Staged:
     """A directory while it is being written. Its methods raise StorageError."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, places: Sequence[str | Path]) -> None:
+        """`places`: the SSD directories of the run."""
+        self.directory, self._places = directory, places
         self.path = unfinished(directory)
         """Where its files are written."""
         self._lock: Lock | None = None
@@ -40,8 +42,8 @@ class Staged:
         """Create it, empty, and lock it. Remains of an interrupted run are deleted."""
         self.close()
         with storage_errors(f"{self.directory} could not be written"):
-            delete(partial(self.directory))
-            delete(self.replaced)
+            delete(partial(self.directory), self._places)
+            delete(self.replaced, self._places)
             self.path.mkdir(parents=True)
             self._lock = Lock(partial(self.directory))
             seals.begin(self.path)
@@ -86,16 +88,16 @@ def removable(directories: Sequence[Path]) -> list[Path]:
     return found
 
 
-def delete(directory: Path) -> None:
-    """Delete a directory of a framework, and free the pages of the checkpoint in it. It may be one that was begun, or
-    not exist. One without a seal stays. Raises OSError and StorageError."""
+def delete(directory: Path, places: Sequence[str | Path]) -> None:
+    """Delete a directory of a framework, and free the pages of the checkpoint in it, which are in the SSD directories
+    `places`. It may be one that was begun, or not exist. One without a seal stays. Raises OSError and StorageError."""
     inner = directory / directory.name[1:].removesuffix(".partial")
     if directory.is_symlink() or not (_is_ours(directory) or _is_ours(inner)):
         return
     for place in (directory, inner):
-        remove_leftovers(place, ())
         with suppress(CheckpointError):  # it has no manifest, so no pages
-            remove(place / STATE)
+            Removable.of(place / STATE).retire()
+        remove_leftovers(place, with_ranks(places))
     shutil.rmtree(directory)
 
 
@@ -103,22 +105,22 @@ def _is_ours(directory: Path) -> bool:
     return directory.is_dir() and ((directory / seals.SEAL).is_file() or not any(directory.iterdir()))
 
 
-def finish_interrupted(run: Path, prefix: str) -> None:
+def finish_interrupted(run: Path, prefix: str, places: Sequence[str | Path]) -> None:
     """Do what an interrupted run has left undone in its directory: give complete directories their names, and delete
     those that were begun and those that were being deleted. One that another process writes stays."""
     for path in sorted(run.glob(f".{prefix}*.partial")):
-        staged = Staged(path.with_name(path.name[1:].removesuffix(".partial")))
+        staged = Staged(path.with_name(path.name[1:].removesuffix(".partial")), places)
         with suppress(BlockingIOError):
             Lock(path).close()
             try:
                 seals.check(staged.path)
                 staged.complete()
             except (CheckpointError, StorageError):
-                _delete_quietly(path)
+                _delete_quietly(path, places)
     for path in (*run.glob(f".{prefix}*.removed"), *filter(seals.is_begun, run.glob(f"{prefix}*"))):
-        _delete_quietly(path)
+        _delete_quietly(path, places)
 
 
-def _delete_quietly(path: Path) -> None:
+def _delete_quietly(path: Path, places: Sequence[str | Path]) -> None:
     with suppress(OSError, StorageError):
-        delete(path)
+        delete(path, places)

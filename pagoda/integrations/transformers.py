@@ -125,10 +125,10 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             self._was_given |= self._paged is None
         else:
             self.optimizer = self._taken_over(self.optimizer)
-        if self._paged is not self.optimizer:
-            self._paged = self.optimizer
-            self.checkpoints = Checkpoints(self, self.optimizer)
-        adopt(self.accelerator, self.model, self.optimizer)
+        paged: PagedOptimizer = self.optimizer
+        if self._paged is not paged:
+            self._paged, self.checkpoints = paged, Checkpoints(self, paged)
+        adopt(self.accelerator, self.model, paged)
         self.optimizer._is_accelerate_prepared = True  # type: ignore[union-attr]
         return super()._wrap_model(model, training, *args, **kwargs)
 
@@ -299,7 +299,8 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.checkpoints is not None:
             self.checkpoints.end()
         if self.args.should_save:
-            finish_interrupted(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-")
+            places = [*self.paging.memory.ssd_directories]
+            finish_interrupted(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-", places)
         self.accelerator.wait_for_everyone()
         numbers = [signal.SIGINT, signal.SIGHUP, *([] if self.args.enable_jit_checkpoint else [signal.SIGTERM])]
         with first_signal(self._explain, numbers) as self.received:

@@ -27,9 +27,16 @@ def train(
     `record`: the arguments of `recorder_start` in recorder.c. `signal_after`: seconds until SIGTERM. Returns the bits
     of the run at its end, and the step from which it went on.
     """
-    os.dup2(os.open(out / "err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    said = os.open(out / "err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(said, number)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     pending.PATIENCE_S, pending.RETRY_S = PATIENCE_S, RETRY_S
+    if record is not None:
+        folder, log, first, last, error = record
+        recorder = ctypes.CDLL(os.environ["LD_PRELOAD"])
+        recorder.recorder_start.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_long] * 2 + [ctypes.c_int]
+        recorder.recorder_start(folder.encode(), log.encode(), first, last, error)
     run = Path(root, "run")
     settings = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2}
     settings |= {"save_strategy": "steps", "save_steps": 1, "max_steps": STEPS, "max_grad_norm": 0.5}
@@ -41,11 +48,6 @@ def train(
         eval_dataset=samples(4),
         paging=Paging(memory=pages),
     )
-    if record is not None:
-        folder, log, first, last, error = record
-        recorder = ctypes.CDLL(os.environ["LD_PRELOAD"])
-        recorder.recorder_start.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_long] * 2 + [ctypes.c_int]
-        recorder.recorder_start(folder.encode(), log.encode(), first, last, error)
     if signal_after is not None:
         timer = threading.Timer(signal_after, os.kill, (os.getpid(), signal.SIGTERM))
         timer.daemon = True
@@ -61,7 +63,8 @@ def warm_up() -> None:
     with tempfile.TemporaryDirectory() as path:
         for ssd in (False, True):
             Path(path, str(ssd)).mkdir()
-            before = os.dup(2), signal.getsignal(signal.SIGTERM)
+            out, err, handler = os.dup(1), os.dup(2), signal.getsignal(signal.SIGTERM)
             train(Path(path), f"{path}/{ssd}", ssd)
-            os.dup2(before[0], 2)
-            signal.signal(signal.SIGTERM, before[1])
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            signal.signal(signal.SIGTERM, handler)
