@@ -340,6 +340,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         wait: bool = True,
         replaces: Iterable[str | Path] = (),
         on_error: Callable[[Exception], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
     ) -> None:
         """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
 
@@ -358,7 +359,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         State on SSD is not copied while at most `Memory(ssd_checkpoints=...)` checkpoints keep their pages: it stays in
         place, and later updates go to other pages. Otherwise it is copied. `replaces` lists checkpoints to delete after
         this one is complete. A checkpoint that was moved, is a symbolic link, cannot be read or contains other files is
-        kept, with a warning.
+        kept, with a warning. Before that, `on_complete` is called on the first rank, on the thread that writes. If it
+        raises, the checkpoint has failed, and `on_complete` must have deleted the directory.
         """
         # Absolute, because the working directory may change before the thread that writes uses them.
         path, old = Path(directory).absolute(), [Path(each).absolute() for each in replaces]
@@ -367,7 +369,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.wait_for_checkpoint()
             with self._engine.alone():
                 self._engine.accesses.take_changes()
-                self._snapshot.save(path, named(self.param_groups), extra or {}, old, on_error)
+                self._snapshot.save(path, named(self.param_groups), extra or {}, old, on_error, on_complete)
             if wait:
                 self.wait_for_checkpoint()
 

@@ -9,7 +9,7 @@ from typing import Any
 from pagoda.checkpoint.directory import committed
 from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, hash_table
 from pagoda.errors import RankError
-from pagoda.memory.identity import partial
+from pagoda.memory.identity import finished, partial
 from pagoda.ranks.transport import Transport
 
 
@@ -54,13 +54,7 @@ class Files:
         """
         if self._undecided:
             return True
-        try:
-            os.lstat(self._directory)
-        except FileNotFoundError:
-            return False
-        except OSError:  # the disk does not say
-            pass
-        return True
+        return _may_exist(self._directory) or _may_exist(finished(self._directory))
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -126,3 +120,13 @@ class Files:
             if bad:
                 self._failed, self._undecided = True, False
                 raise RankError(f"Rank {rank} could not write its part of {self._directory}: see its own error.")
+
+
+def _may_exist(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    except OSError:  # the disk does not say
+        pass
+    return True

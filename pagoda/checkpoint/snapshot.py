@@ -35,7 +35,7 @@ from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
-from pagoda.memory.identity import MANIFEST, new_checkpoint_id
+from pagoda.memory.identity import MANIFEST, finished, new_checkpoint_id
 from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.optim.param_groups import NamedGroup, check_groups, check_settings
@@ -72,12 +72,13 @@ class Snapshot:
         extra: dict[str, Any],
         replaces: Sequence[Path] = (),
         on_error: Callable[[Exception], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
     ) -> None:
         """Start writing a checkpoint of the state after the last `step()`. The saver's thread finishes it.
 
-        Only one is written at a time: the previous one has ended. No other thread computes meanwhile. `replaces`:
-        checkpoints to delete once this one is complete. `on_error`: see `Saver.start`. Raises UsageError if updates
-        during backward have already changed the state since `step()`.
+        Only one is written at a time: the previous one has ended. No other thread computes meanwhile. `on_complete` is
+        called on the first rank once this one is complete, then the checkpoints in `replaces` are deleted. `on_error`:
+        see `Saver.start`. Raises UsageError if updates during backward have already changed the state since `step()`.
         """
         self._engine.check_between_steps()
         check_absent(directory)
@@ -110,9 +111,8 @@ class Snapshot:
             content[LATE] = contents.late
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {file: {name: tensor.cpu().clone() for name, tensor in held.items()} for file, held in apart.items()}
-        self._engine.accesses.turn.run(
-            self._start, directory, contents, content, copies, apart_specs, replaces, on_error
-        )
+        what = contents, content, copies, apart_specs
+        self._engine.accesses.turn.run(self._start, directory, *what, replaces, on_error, on_complete)
 
     def _start(
         self,
@@ -123,6 +123,7 @@ class Snapshot:
         apart_specs: Specs,
         replaces: Sequence[Path],
         on_error: Callable[[Exception], None] | None,
+        on_complete: Callable[[], None] | None,
     ) -> None:
         """Start to capture the states, and to write what a checkpoint contains."""
         states = self._engine.plan.saved_states if contents.late else self._states
@@ -132,7 +133,7 @@ class Snapshot:
         extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         late = frozenset(unit.index for unit in self._engine.units if self._engine.scheduler.weights(unit.index).lag)
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
-        write = partial(self._write, directory, capture, kept, specs, copies, content, replaces)
+        write = partial(self._write, directory, capture, kept, specs, copies, content, replaces, on_complete)
         self._engine.saver.start(write, on_error)
 
     def nbytes(self, groups: list[NamedGroup], copied: bool) -> int:
@@ -159,6 +160,7 @@ class Snapshot:
         apart: dict[str, dict[str, torch.Tensor]],
         content: dict[str, Any],
         replaces: Sequence[Path],
+        on_complete: Callable[[], None] | None,
     ) -> None:
         """Fill the directory and commit it, on the saver's thread."""
         links = self._engine.links
@@ -175,12 +177,16 @@ class Snapshot:
                 if any(kept.names.values()):
                     mine = None
                     if capture.frozen is not None:
-                        mine = capture.frozen.commit(directory, content["id"]), list(kept.units.values())
+                        mine = capture.frozen.commit(finished(directory), content["id"]), list(kept.units.values())
                     saved = {state.name: state.dtype for state in self._engine.plan.saved_states}
                     dtypes = {name: saved[name] for name in content["states"]}
                     content[PAGED] = joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
                 if files.first:
                     write_manifest(files.folder, content)
+            if on_complete is not None:
+                with files.failing_on_all():
+                    if files.first:
+                        on_complete()
             complete = True
             self._remove(replaces, files)
         finally:

@@ -44,8 +44,8 @@ class Paging:
     """
 
     memory: Memory = field(default_factory=Memory)
-    """Budgets of the tiers. By default, checkpoints copy state on SSD (`ssd_checkpoints=0`), because a framework
-    deletes the directories of its checkpoints without telling Pagoda."""
+    """Budgets of the tiers. With Accelerate and Lightning, checkpoints copy state on SSD unless `ssd_checkpoints` is
+    given, because these delete the directories of checkpoints without telling Pagoda."""
     optimizer: Rule | None = None
     """By default, the optimizer that the framework's configuration names. One that is given here has its own learning
     rate and weight decay. The framework only says which parameters have no weight decay."""
@@ -66,6 +66,13 @@ class Paging:
     """Skip a step whose gradients are NaN or infinite, with a warning. By default such a step raises
     NonFiniteGradientError. Either way, no weight changes. This needs clipping or `backward_passes=None`: otherwise
     updates run during backward, and some units may have theirs before such a gradient arrives, which is an error."""
+    export: bool | None = None
+    """Whether each checkpoint of a `Trainer` also has the whole model, for `from_pretrained`. All weights are read and
+    written for it while training waits. By default only if something else needs it: `save_only_model`, or a
+    `hub_strategy` that pushes during training. Adapters are always saved. `save_model`, or `pagoda export` with the
+    directory `pagoda` in a checkpoint, writes the model at any time."""
+    save_minutes: float = 0.0
+    """A `Trainer` also saves a checkpoint if so many minutes have passed since the last one. 0: it does not."""
     reference: Memory | None = None
     """Budgets of a second, frozen model, such as the reference model of DPO. By default, it is not paged. Only one
     model at a time can use an SSD directory, so give another directory than in `memory`."""
@@ -98,6 +105,7 @@ class Paging:
         *,
         clip_grad_norm: float | None = None,
         accumulation_steps: int | None = None,
+        keeps_pages: bool = False,
     ) -> PagedOptimizer:
         """Wrap a model with the update rule of an optimizer in RAM, and with the framework's settings. The settings
         here take precedence. An optimizer of Pagoda is returned as it is.
@@ -108,7 +116,8 @@ class Paging:
         A model that a framework has wrapped keeps its weights and gets what a new optimizer is: the settings of this
         one, and no state.
 
-        `groups` are by default the optimizer's own. Raises ConfigError if the optimizer has taken a step, UsageError if
+        `groups` are by default the optimizer's own. `keeps_pages`: checkpoints may keep their pages on SSD by default,
+        because only Pagoda deletes them. Raises ConfigError if the optimizer has taken a step, UsageError if
         the model is wrapped with another optimizer or other settings, and the errors of `pagoda.wrap`.
         """
         if isinstance(optimizer, PagedOptimizer):
@@ -127,7 +136,10 @@ class Paging:
         if (paged := optimizer_of(model)) is not None:
             _begin_anew(paged, rule, groups, _differences(getattr(model, _TAKEN)[1], settings))
         else:
-            paged = self._wrap(model, rule, groups, precision, clip_grad_norm, accumulation_steps)
+            memory = self.memory
+            if memory.ssd_checkpoints is None and not keeps_pages:
+                memory = replace(memory, ssd_checkpoints=0)
+            paged = self._wrap(model, memory, rule, groups, precision, clip_grad_norm, accumulation_steps)
             setattr(model, _TAKEN, (paged, settings))
         optimizer.param_groups = paged.param_groups
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
@@ -136,15 +148,13 @@ class Paging:
     def _wrap(
         self,
         model: nn.Module,
+        memory: Memory,
         rule: Rule,
         groups: list[dict[str, Any]],
         precision: Precision | None,
         clip_grad_norm: float | None,
         accumulation_steps: int | None,
     ) -> PagedOptimizer:
-        memory = self.memory
-        if memory.ssd_checkpoints is None:
-            memory = replace(memory, ssd_checkpoints=0)
         _, paged = wrap(
             model,
             rule,

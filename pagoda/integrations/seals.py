@@ -62,6 +62,17 @@ def check(directory: Path) -> None:
             raise CheckpointError(f"{directory / name} has changed since it was saved, or is damaged")
 
 
+def is_begun(directory: Path) -> bool:
+    """Whether a directory is marked as not complete."""
+    try:
+        _read(directory)
+    except _UnsealedError:
+        return True
+    except CheckpointError:
+        pass
+    return False
+
+
 def check_removable(directory: Path) -> None:
     """Raises CheckpointError if a directory is not a save, or has files that its seal does not name. A save that was
     not completed may have any files."""

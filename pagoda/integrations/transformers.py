@@ -1,6 +1,7 @@
 """Trainers from transformers, and from libraries built on it such as TRL, with training state in pages."""
 
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,26 +11,28 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from pagoda.autograd.activations.blocks import find_blocks
-from pagoda.checkpoint.directory import read_manifest, remove
+from pagoda.checkpoint.pretrained import SINGLE
 from pagoda.checkpoint.rng import restore_rng, rng_state
 from pagoda.checkpoint.state import is_paged
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations import seals
 from pagoda.integrations.accelerate import PRECISIONS, adopt
+from pagoda.integrations.checkpoints import Checkpoints, SavingCallback
+from pagoda.integrations.evaluation import TokenMean
 from pagoda.integrations.paging import Paging, hand_over, optimizer_of
+from pagoda.integrations.settings import check_resumes
+from pagoda.integrations.staging import STATE, finish_interrupted
 from pagoda.integrations.states import adapter_state, exported_into, numbered
 from pagoda.integrations.vllm import check_adapters, stream_weights
 from pagoda.optimizer import PagedOptimizer
+from pagoda.runtime.stats import StepStats
+from pagoda.train.signals import first_signal
 
-STATE = "pagoda"
-"""Directory inside a checkpoint: Pagoda's own checkpoint, from which a run resumes."""
 _SCHEDULER = "scheduler.pt"
-_BEGUN = "checkpoint-is-incomplete.txt"
-"""What transformers writes before a checkpoint of `enable_jit_checkpoint`, and deletes after it, as a seal does."""
 _OF_ANOTHER_TRAINER = (
     " Another trainer has saved it, with weights alone: load the model from it, and leave out resume_from_checkpoint."
 )
@@ -59,9 +62,10 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     and backward, with a master in fp32, and autocast is off, unless `Paging(autocast=True)` asks for it. Without
     either, the dtype is the model's.
 
-    Checkpoints have the model's files, for `from_pretrained`, and a directory `pagoda` with all state, for
-    `train(resume_from_checkpoint=...)`, which continues with the same bits. Both are written in pieces. The best model
-    is loaded together with the optimizer's state of that step. `Paging(reference=...)` puts a reference model in pages.
+    Checkpoints have a directory `pagoda` with all state, for `train(resume_from_checkpoint=...)`, which continues with
+    the same bits. They are written while training continues, and have their name once they are complete. With
+    `Paging(export=True)` they also have the model's files, for `from_pretrained`. The best model is loaded together
+    with the optimizer's state of that step. `Paging(reference=...)` puts a reference model in pages.
 
     With `torch_compile`, each of the model's layers is compiled.
 
@@ -75,12 +79,18 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, paging: Paging | None = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
         self._paged: PagedOptimizer | None = None
+        self.checkpoints: Checkpoints | None = None
+        self._token_mean: TokenMean | None = None
+        self.received: list[int] = []
+        """The signal that ends the run, if it has come."""
         self._was_given = False
         for given in (*args, *kwargs.values()):
             if isinstance(given, transformers.TrainingArguments):
                 self.check_arguments(given)
         super().__init__(*args, **kwargs)
         self.paging.check_device(self.args.device)
+        self.callback_handler.on_save = self._on_save
+        self.add_callback(SavingCallback(self))
         if (generation := getattr(self, "vllm_generation", None)) is not None:
             check_adapters(self.model)
             stream_weights(generation)
@@ -115,8 +125,10 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             self._was_given |= self._paged is None
         else:
             self.optimizer = self._taken_over(self.optimizer)
-        self._paged = self.optimizer
-        adopt(self.accelerator, self.model, self.optimizer)
+        paged: PagedOptimizer = self.optimizer
+        if self._paged is not paged:
+            self._paged, self.checkpoints = paged, Checkpoints(self, paged)
+        adopt(self.accelerator, self.model, paged)
         self.optimizer._is_accelerate_prepared = True  # type: ignore[union-attr]
         return super()._wrap_model(model, training, *args, **kwargs)
 
@@ -135,6 +147,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             groups=None if self.paging.optimizer is None else self._groups(),
             clip_grad_norm=args.max_grad_norm or None,
             accumulation_steps=self._announced(),
+            keeps_pages=True,
         )
         if self.lr_scheduler is not None:
             hand_over(self.lr_scheduler, paged)
@@ -191,42 +204,64 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Return None: the norm is known only after `step`, and `log` adds it."""
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, and add the last step's gradient norm to the training loss."""
-        if self._paged is not None and "loss" in logs and self._paged.stats.grad_norm is not None:
-            logs = {"loss": logs["loss"], "grad_norm": self._paged.stats.grad_norm, **logs}
+        """Log, and add the last step's gradient norm and figures of paging to the training loss."""
+        if self._paged is not None and "loss" in logs:
+            stats = self._paged.stats
+            norm = {} if stats.grad_norm is None else {"grad_norm": stats.grad_norm}
+            logs = {"loss": logs["loss"], **norm, **logs, **_figures(stats)}
         super().log(logs, *args, **kwargs)
+
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict, and count the tokens that the loss counts."""
+        found = super().prediction_step(model, inputs, *args, **kwargs)
+        if self._token_mean is not None:
+            self._token_mean.add(inputs, found[0])
+        return found
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Evaluate, and add the loss as a mean over tokens to the metrics, in nats and bits; see `TokenMean`."""
+        self._token_mean = TokenMean(self)
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            mesh = None if self._paged is None else self._paged._engine.links.mesh
+            found = self._token_mean.metrics(mesh)
+        finally:
+            self._token_mean = None
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
 
     # --- saving --------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint and seal it. Only then is it pushed, and are older ones deleted. Between the backward and
-        the end of a step that has updated some units, it is written at the end of the step."""
-        if self._paged is None:
+        """Start to write a checkpoint. Between the backward and the end of a step that has updated some units, it is
+        written at the end of the step."""
+        if self.checkpoints is None:
             super()._save_checkpoint(model, trial)
-            return
-        if self._paged.updates_have_begun:
+        elif self.checkpoints.optimizer.updates_have_begun:
             self.control.should_save = True
-            return
-        run = Path(self._get_output_dir(trial=trial))
-        directory = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            seals.begin(directory)
-        limit, pushes = self.args.save_total_limit, self.args.push_to_hub
-        self.args.save_total_limit, self.args.push_to_hub = None, False
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit, self.args.push_to_hub = limit, pushes
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            torch.save(self.args, directory / TRAINING_ARGS_NAME)  # as it was
-            (directory / _BEGUN).unlink(missing_ok=True)
-            seals.seal(directory)
-        if pushes:
-            self._push_from_checkpoint(str(directory))
-        if self.args.should_save:
-            rotate_checkpoints(str(run), limit, self.state.best_model_checkpoint, use_mtime=True)
-        self.accelerator.wait_for_everyone()
+        else:
+            self.checkpoints.save(lambda: super(PagedTrainerMixin, self)._save_checkpoint(model, trial), trial)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """The directory of the run, or that to which a checkpoint's files are written."""
+        staging = None if self.checkpoints is None else self.checkpoints.staging
+        return super()._get_output_dir(trial) if staging is None else str(staging)
+
+    def _on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """In place of the callback handler's `on_save`, which the trainer calls after it has begun a checkpoint. The
+        callbacks are told once it is complete."""
+        control.should_save = False
+        if self.checkpoints is None:
+            return self.callback_handler.call_event("on_save", args, state, control, **kwargs)
+        return control
+
+    @property
+    def exports(self) -> bool:
+        """Whether checkpoints have the whole model; see `Paging.export`."""
+        pushes = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
+        return bool(self.args.save_only_model or pushes) if self.paging.export is None else self.paging.export
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model in pieces, or its adapters. The trainer writes the other files."""
@@ -237,16 +272,15 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             super()._save(output_dir, state_dict=state_dict)
             return
         out = Path(self.args.output_dir if output_dir is None else output_dir)
+        if self.checkpoints is not None and self.checkpoints.staging is not None and not self.exports:
+            super()._save(str(out), state_dict={})
+            (out / SINGLE).unlink(missing_ok=True)
+            return
         with exported_into(out, self.model):
             super()._save(str(out), state_dict={})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write all state, and the scheduler's. Replaces the remains of an interrupted run."""
-        directory = Path(output_dir, STATE)
-        if self.args.should_save and directory.exists():
-            remove(directory)
-        self.accelerator.wait_for_everyone()
-        self._paged.save_checkpoint(directory)  # type: ignore[union-attr]
+        """Write the scheduler's state. `checkpoints` writes the rest."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -257,7 +291,33 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train. `resume_from_checkpoint=True` uses the last checkpoint that is complete and not damaged, and warns of
-        later ones."""
+        later ones.
+
+        SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after its step: it saves a checkpoint, and then the signal has
+        its usual effect. A second one has that at once. With `enable_jit_checkpoint`, SIGTERM is transformers'.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.end()
+        if self.args.should_save:
+            places = [*self.paging.memory.ssd_directories]
+            finish_interrupted(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-", places)
+        self.accelerator.wait_for_everyone()
+        numbers = [signal.SIGINT, signal.SIGHUP, *([] if self.args.enable_jit_checkpoint else [signal.SIGTERM])]
+        with first_signal(self._explain, numbers) as self.received:
+            try:
+                found = self._train(resume_from_checkpoint, *args, **kwargs)
+            except Exception:
+                if self.checkpoints is not None:
+                    self.checkpoints.end()
+                raise
+        if self.checkpoints is not None and self.checkpoints.stopped_by is not None:
+            signal.raise_signal(self.checkpoints.stopped_by)
+        return found
+
+    def _explain(self, name: str) -> str:
+        return "" if self.checkpoints is None else self.checkpoints.explain(name)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is not True:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         paths = numbered(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-")
@@ -267,16 +327,30 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             except _ResumeError as error:
                 if path == paths[0]:
                     raise
-                warnings.warn(f"{error} The run resumes from the checkpoint before it.", stacklevel=2)
+                warnings.warn(f"{error} The run resumes from the checkpoint before it.", stacklevel=3)
         raise _ResumeError(
             f"No valid checkpoint found in output directory ({self.args.output_dir}): leave out resume_from_checkpoint "
             "to begin."
         )
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Complete the last checkpoint, then do what the trainer does. After a signal, the best model is not loaded."""
+        assert self.checkpoints is not None, "it is made when the model is wrapped"
+        self.checkpoints.finish()
+        settings = self.args.load_best_model_at_end, self.args.save_total_limit
+        if self.checkpoints.stopped_by is not None:
+            self.args.load_best_model_at_end, self.args.save_total_limit = False, None
+        else:
+            self.checkpoints.keep_best_alone()
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.load_best_model_at_end, self.args.save_total_limit = settings
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check that there is state to resume from. It is loaded after the model is wrapped."""
         with _can_resume(resume_from_checkpoint):
-            read_manifest(Path(resume_from_checkpoint, STATE))
+            check_resumes(self, Path(resume_from_checkpoint, STATE))
             seals.check(Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -298,6 +372,15 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             restore_rng(generators)  # the run continues
         else:  # save_only_model
             super()._load_best_model()
+
+
+def _figures(stats: StepStats) -> dict[str, float]:
+    """Figures of the last step for metrics, with `pagoda_` before the names of `StepStats`."""
+    stalls = {f"stall_s_{lane}": seconds for lane, seconds in stats.stall_s.items() if seconds}
+    moved = {f"bytes_moved_{lane}": nbytes for lane, nbytes in stats.bytes_moved.items() if nbytes}
+    peaks = {f"peak_bytes_{tier}": nbytes for tier, nbytes in stats.peak_bytes.items()}
+    found = {"step_s": stats.step_s, "hit_rate": stats.hit_rate, "faults": stats.faults, **stalls, **moved, **peaks}
+    return {f"pagoda_{name}": value for name, value in found.items()}
 
 
 def _in_pages(model: nn.Module) -> bool:

@@ -2,6 +2,9 @@
 
 A checkpoint has its name only while it is complete. Before, its directory is `.NAME.partial`, and a mark contains its
 id. While it is being deleted, its directory is `.NAME.removed`.
+
+The same holds for a directory of a framework that contains a checkpoint and more. It is written as
+`.NAME.partial/NAME`, which is renamed to `NAME`.
 """
 
 import fcntl
@@ -33,6 +36,17 @@ def removed(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.removed")
 
 
+def unfinished(directory: Path) -> Path:
+    """The path of a framework's directory while it is being written."""
+    return partial(directory) / directory.name
+
+
+def finished(checkpoint: Path) -> Path:
+    """The path of a checkpoint once the framework's directory that contains it is complete."""
+    outer = checkpoint.parent.parent.parent / checkpoint.parent.name
+    return outer / checkpoint.name if checkpoint.parent == unfinished(outer) else checkpoint
+
+
 def checkpoint_id_of(directory: Path) -> str | None:
     """The id of the checkpoint in a directory. None if it cannot be read. The rest of the checkpoint may be damaged."""
     try:
@@ -49,6 +63,11 @@ def partial_mark(checkpoint_id: str, descriptor: int) -> str:
 
 def never_completed(directory: Path, checkpoint_id: str) -> bool:
     """Whether a checkpoint was being written to `directory`, and its writer ended before it was complete."""
+    within = unfinished(directory.parent) / directory.name
+    return _was_begun(directory, checkpoint_id) or _was_begun(within, checkpoint_id)
+
+
+def _was_begun(directory: Path, checkpoint_id: str) -> bool:
     try:
         with inside(partial(directory).parent, partial(directory).name) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # refused while it is being written

@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from pagoda.mesh.mesh import Mesh
@@ -90,9 +91,16 @@ def _text_bytes(batches: Batches, tokenizer: Tokenizer) -> int:
     nbytes = 0
     for row in range(len(batches.rows)):
         labels = batches.of_rows(np.array([row]))["labels"][0, 1:].numpy()
-        edges = np.flatnonzero(np.diff(labels != IGNORED)) + 1
-        nbytes += sum(tokenizer.nbytes(part.tolist()) for part in np.split(labels, edges) if part[0] != IGNORED)
+        nbytes += bytes_of_counted(labels, tokenizer.nbytes)
     return nbytes
+
+
+def bytes_of_counted(labels: npt.NDArray[np.int64], nbytes: Callable[[list[int]], int]) -> int:
+    """Bytes of the text of the tokens in `labels` [T] that the loss counts. `nbytes`: those of some ids."""
+    if not len(labels):
+        return 0
+    edges = np.flatnonzero(np.diff(labels != IGNORED)) + 1
+    return sum(nbytes(part.tolist()) for part in np.split(labels, edges) if part[0] != IGNORED)
 
 
 def read_losses(path: Path, until: int, data: str) -> list[tuple[int, float]]:

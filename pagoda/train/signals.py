@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -15,8 +15,10 @@ _TOGETHER_S = 1.0
 
 
 @contextmanager
-def first_signal(explain: Callable[[str], str]) -> Iterator[list[int]]:
-    """A list that receives the first SIGINT, SIGTERM or SIGHUP inside the context. `explain` returns, for the signal's
+def first_signal(
+    explain: Callable[[str], str], numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+) -> Iterator[list[int]]:
+    """A list that receives the first signal of these `numbers` inside the context. `explain` returns, for the signal's
     name, the message that goes to stderr at once; an empty one is not written.
 
     Signals in the following second count as the same one. Any later signal has its usual effect. A signal that the
@@ -40,7 +42,7 @@ def first_signal(explain: Callable[[str], str]) -> Iterator[list[int]]:
             signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():
-        for number in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        for number in map(int, numbers):
             if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not Python's
                 before[number] = signal.signal(number, receive)
     try:

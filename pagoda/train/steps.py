@@ -164,7 +164,7 @@ class Steps:
                 self._show_moved()
                 self._between(metrics, files, stopped_by is not None)
             # The first signal must not end the process before the last checkpoint is complete.
-            self._saving.finish(received)
+            self._saving.pending.finish(received)
             if step == config.steps and stopped_by is not None:  # nothing is left for a resumed run
                 stopped_by = None
                 if self._evaluator is not None and files is not None:
@@ -318,8 +318,10 @@ class Steps:
         """The message after a signal: when the run will end, and how."""
         if self._mesh.everyone.rank:
             return ""
-        if self._saving.retrying is not None:
-            what = f"stops without {self._run_dir.checkpoint(self._saving.retrying)} unless one more try succeeds"
+        if self._saving.pending.retrying is not None:
+            what = (
+                f"stops without {self._run_dir.checkpoint(self._saving.pending.retrying)} unless one more try succeeds"
+            )
         elif self._over:
             what = f"the steps are done; stops when {self._run_dir.checkpoint(self._done)} is complete"
         else:

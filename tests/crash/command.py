@@ -17,7 +17,7 @@ import xxhash
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.cli.main import main
 from pagoda.memory.arena import tensor_bytes
-from pagoda.train import saving
+from pagoda.train import pending
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 from pagoda.train.session import Session
@@ -81,7 +81,7 @@ def run_line(out: Path, args: list[str], run: str | None, record: list[Any] | No
         recorder = ctypes.CDLL(os.environ["LD_PRELOAD"])
         recorder.recorder_start.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_long] * 2 + [ctypes.c_int]
         recorder.recorder_start(root.encode(), log.encode(), first, last, error)
-    saving._PATIENCE_S, saving._RETRY_S = PATIENCE_S, RETRY_S
+    pending.PATIENCE_S, pending.RETRY_S = PATIENCE_S, RETRY_S
     if restored:
         say_what_is_restored(out / "restored")
     try:

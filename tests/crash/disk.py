@@ -209,12 +209,15 @@ class Disk:
         return found
 
     def _rename(self, change: dict[str, _Node | None]) -> None:
-        """Give names to nodes, at once."""
-        folders = {path: os.path.split(path) for path in change}
-        assert len({folder for folder, _ in folders.values()}) == 1, f"a rename between directories: {folders}"
-        folder = self._find(next(iter(folders.values()))[0])
-        assert isinstance(folder, _Directory)
-        folder.pending.append({folders[path][1]: node for path, node in change.items()})
+        """Give names to nodes, at once in each directory."""
+        folders: dict[str, dict[str, _Node | None]] = {}
+        for path, node in change.items():
+            folder, name = os.path.split(path)
+            folders.setdefault(folder, {})[name] = node
+        for path, names in folders.items():
+            folder_of = self._find(path)
+            assert isinstance(folder_of, _Directory)
+            folder_of.pending.append(names)
 
     def _find(self, path: str) -> _Node:
         node = self._top

@@ -164,6 +164,17 @@ int openat64(int dir, const char *path, int flags, ...) { MODE(flags) return ope
 int creat(const char *path, mode_t mode) { return opened(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
 int creat64(const char *path, mode_t mode) { return opened(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
 
+/* As C++ streams open a file, which then write to its descriptor. */
+FILE *fopen(const char *path, const char *mode)
+{
+    char where[PATH_MAX];
+    if (mode[0] != 'w' || !resolve(AT_FDCWD, path, where))
+        return REAL(fopen)(path, mode);
+    int fd = opened(AT_FDCWD, path, O_CREAT | O_TRUNC | (strchr(mode, '+') ? O_RDWR : O_WRONLY), 0666);
+    return fd < 0 ? NULL : fdopen(fd, mode);
+}
+FILE *fopen64(const char *path, const char *mode) { return fopen(path, mode); }
+
 /* Bytes to a file, from `offset` on, or where it stands if that is negative. */
 static ssize_t written(int fd, const struct iovec *data, int count, off_t offset)
 {

@@ -7,6 +7,8 @@ import pytest
 import torch
 from garbage import only_of_this_test
 
+from pagoda.train import pending
+
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process() -> Iterator[None]:
@@ -21,3 +23,10 @@ def _as_in_a_new_process() -> Iterator[None]:
     GradientState._reset_state()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last checkpoint that cannot be written is not retried for long."""
+    monkeypatch.setattr(pending, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(pending, "RETRY_S", 0.05)

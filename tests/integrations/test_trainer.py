@@ -10,12 +10,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 import pagoda
 from integrations.tiny_text import arguments, logged, memory, model, samples, warmed
 from pagoda.integrations import Paging, seals
-from pagoda.integrations.transformers import STATE, PagedTrainerMixin, Seq2SeqTrainer, Trainer
+from pagoda.integrations.staging import STATE
+from pagoda.integrations.transformers import PagedTrainerMixin, Seq2SeqTrainer, Trainer
 
 Make = Callable[..., Any]
 TORCHS_ADAMW = pagoda.Optim(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -213,14 +213,20 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_on_the_disk(
         synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    def rotate(run: str, *args: Any, **kwargs: Any) -> None:
-        newest = max(Path(run).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        assert {path for path in newest.iterdir() if path.name != seals.SEAL} <= synced
-        rotate_checkpoints(run, *args, **kwargs)
+    def begin(directory: Path) -> None:
+        if not directory.parent.name.endswith(".partial"):  # it is going to be deleted
+            newest = max(directory.parent.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+            assert newest != directory
+            files = {path.name for path in newest.iterdir()} - {seals.SEAL}
+            assert files <= {path.name for path in synced if newest.name in path.parts}
+            replaced.append(directory.name)
+        real(directory)
 
+    real, replaced = seals.begin, []
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr("pagoda.integrations.transformers.rotate_checkpoints", rotate)
+    monkeypatch.setattr(seals, "begin", begin)
     paged(save_strategy="steps", save_steps=2, save_total_limit=1).train()
+    assert replaced == ["checkpoint-2", "checkpoint-4"]
     assert [path.name for path in (tmp_path / "paged").iterdir()] == ["checkpoint-6"]
 
 
@@ -239,7 +245,8 @@ def test_the_best_model_comes_back(paged: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("only_model", [False, True])
 def test_what_is_saved_is_what_from_pretrained_loads(only_model: bool, paged: Make, tmp_path: Path) -> None:
-    trainer = paged(save_strategy="steps", save_steps=2, max_steps=2, save_only_model=only_model)
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "save_only_model": only_model}
+    trainer = paged(paging={} if only_model else {"export": True}, **settings)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     with pagoda.gathered(trainer.model):
@@ -312,9 +319,8 @@ def test_a_module_of_ones_own_trains_and_is_saved(paged: Make, tmp_path: Path) -
 
     torch.manual_seed(0)
     data = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(8)]
-    trainer = paged(
-        given={"model": Regression(), "train_dataset": data}, save_strategy="steps", save_steps=2, max_steps=2
-    )
+    given = {"model": Regression(), "train_dataset": data}
+    trainer = paged(given=given, paging={"export": True}, save_strategy="steps", save_steps=2, max_steps=2)
     trainer.train()
     assert (tmp_path / "paged" / "checkpoint-2" / "model.safetensors").is_file()
 

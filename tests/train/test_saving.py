@@ -18,7 +18,7 @@ from pagoda.checkpoint import snapshot
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.sizes import format_bytes
-from pagoda.train import TrainConfig, run, saving
+from pagoda.train import TrainConfig, pending, run
 from pagoda.train.evaluate import Evaluator
 from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.run_dir import RunDir
@@ -129,8 +129,8 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
 def test_the_last_checkpoint_is_tried_again_for_a_while(
     tries: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_RETRY_S", 0.01)
-    monkeypatch.setattr(saving, "_PATIENCE_S", 0.3 if tries == 99 else 600)
+    monkeypatch.setattr(pending, "RETRY_S", 0.01)
+    monkeypatch.setattr(pending, "PATIENCE_S", 0.3 if tries == 99 else 600)
     config = replace(config, checkpoint_every=0, steps=2)
     fill_disk(tries, monkeypatch)
     if tries == 2:
@@ -147,14 +147,14 @@ def test_the_last_checkpoint_is_tried_again_for_a_while(
 def test_a_signal_ends_the_tries_which_are_said_each_minute(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(saving, "_RETRY_S", 0.01)
-    monkeypatch.setattr(saving, "_SAY_S", 0.0)
+    monkeypatch.setattr(pending, "RETRY_S", 0.01)
+    monkeypatch.setattr(pending, "_SAY_S", 0.0)
     config, tries = replace(config, checkpoint_every=0, steps=2), [0]
 
     def full(*_: Any) -> None:
         tries[0] += 1
         if tries[0] == 3:
-            monkeypatch.setattr(saving, "_RETRY_S", 1e6)
+            monkeypatch.setattr(pending, "RETRY_S", 1e6)
             os.kill(os.getpid(), signal.SIGTERM)
         raise OSError(errno.ENOSPC, "No space left on device")
 

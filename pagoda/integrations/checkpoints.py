@@ -1,0 +1,296 @@
+"""The checkpoints of a Trainer, written while it trains; and signals, which end a run after its step."""
+
+import copy
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+from pagoda.api import plan_of
+from pagoda.errors import CheckpointError, PagodaError, StorageError
+from pagoda.forecast.report import plan_table
+from pagoda.forecast.wear import endurance_of, wear
+from pagoda.integrations.settings import record
+from pagoda.integrations.staging import STATE, Staged, delete, removable
+from pagoda.memory.identity import partial
+from pagoda.memory.sizes import format_bytes
+from pagoda.optimizer import PagedOptimizer
+from pagoda.plan.traffic import bytes_written_to_ssd
+from pagoda.train.pending import Needs, OnError, PendingCheckpoint
+from pagoda.train.progress import say
+from pagoda.train.ranks import from_all, from_first
+
+_BEGUN = "checkpoint-is-incomplete.txt"
+"""What transformers writes before a checkpoint of `enable_jit_checkpoint`, and deletes after it, as a seal does."""
+_log = logging.getLogger("pagoda")
+
+
+@dataclass
+class _Save:
+    """A checkpoint that the trainer has asked for."""
+
+    staged: Staged
+    state: Any
+    """The trainer's state, for callbacks."""
+    limit: int | None
+    pushes: bool
+    replaced: list[Path] = field(default_factory=list)
+
+
+class Checkpoints:
+    """Writes the checkpoints of a trainer in the background.
+
+    A checkpoint is written to `.checkpoint-N.partial`, sealed, and renamed to `checkpoint-N`. Only then are older ones
+    deleted, callbacks told (`on_save`), and files pushed to the Hub. The last two happen between steps.
+    """
+
+    def __init__(self, trainer: Any, optimizer: PagedOptimizer) -> None:
+        self.optimizer = optimizer
+        self.stopped_by: int | None = None
+        """The signal that ends the run, on all ranks."""
+        self._trainer = trainer
+        self._mesh, self._places = optimizer._engine.links.mesh, optimizer._engine.ssd_directories
+        self._console = Console(stderr=True, quiet=self._mesh.everyone.rank > 0)
+        self._pending = PendingCheckpoint(optimizer, self._mesh, self._say)
+        self._now: _Save | None = None
+        """The checkpoint whose files the trainer is writing."""
+        self._saved_at, self._last_step = time.monotonic(), -1
+        """When the last save began, and its step."""
+
+    @property
+    def staging(self) -> Path | None:
+        """The directory to which the trainer's own files of a checkpoint go, in place of the run's. None unless it is
+        writing them."""
+        return None if self._now is None else self._now.staged.path.parent
+
+    def save(self, write: Callable[[], None], trial: Any) -> None:
+        """Start a checkpoint. `write` writes the trainer's own files of it to `staging`."""
+        trainer, args = self._trainer, self._trainer.args
+        run = Path(trainer._get_output_dir(trial=trial))
+        directory = run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        with suppress(OSError):
+            (directory / _BEGUN).unlink()
+            directory.rmdir()
+        self.end()
+        self._saved_at, self._last_step = time.monotonic(), trainer.state.global_step
+        now = _Save(Staged(directory, self._places), trainer.state, args.save_total_limit, args.push_to_hub)
+
+        def begin(on_error: OnError) -> None:
+            self._write_files(now, write)
+            now.state, now.replaced = copy.copy(trainer.state), self._replaced(now)
+            if args.save_only_model:
+                if self._mesh.everyone.rank == 0:
+                    now.staged.complete(now.replaced)
+                return
+            states = [path / STATE for path in (*now.replaced, now.staged.replaced)]
+            self.optimizer.save_checkpoint(
+                now.staged.state,
+                record(trainer),
+                wait=False,
+                replaces=states,
+                on_error=on_error,
+                on_complete=lambda: now.staged.complete(now.replaced),
+            )
+
+        self._pending.start(trainer.state.global_step, begin, lambda error: self._ended(now, error))
+        if args.save_only_model:
+            self.end()
+
+    def _write_files(self, now: _Save, write: Callable[[], None]) -> None:
+        """Let the trainer write its own files. It neither pushes them nor deletes older checkpoints."""
+        trainer, args = self._trainer, self._trainer.args
+        run, first = now.staged.directory.parent, self._mesh.everyone.rank == 0
+        error: Exception | None = None
+        try:
+            from_first(self._mesh, "the directory of a checkpoint", now.staged.create)
+            self._now, args.save_total_limit, args.push_to_hub = now, None, False
+            write()
+        except (PagodaError, OSError) as problem:
+            error = problem
+        except RuntimeError as problem:  # torch.save does not say that the disk is full
+            if shutil.disk_usage(run).free > 1 << 20:
+                raise
+            error = StorageError(f"{now.staged.directory} could not be written: {problem}")
+        finally:
+            self._now, args.save_total_limit, args.push_to_hub = None, now.limit, now.pushes
+        problems = from_all(self._mesh, "the files of a checkpoint", None if error is None else str(error))
+        if any(problems):
+            raise error or CheckpointError(next(filter(None, problems)))
+        best = run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
+        if trainer.state.best_global_step and (best == now.staged.directory or best.is_dir()):
+            trainer.state.best_model_checkpoint = str(best)
+        if first:  # as they are
+            torch.save(args, now.staged.path / TRAINING_ARGS_NAME)
+            trainer.state.save_to_json(str(now.staged.path / TRAINER_STATE_NAME))
+
+    def _replaced(self, now: _Save) -> list[Path]:
+        """The older checkpoints that a new one replaces, as the trainer chooses them: all but the last ones, and the
+        best one."""
+        if self._mesh.everyone.rank or not now.limit or now.limit <= 0:
+            return []
+        best = now.state.best_model_checkpoint
+        kept = {now.staged.directory} | ({Path(best)} if best is not None else set())
+        older = map(Path, sort_checkpoints(str(now.staged.directory.parent), use_mtime=True))
+        every = [path for path in older if path != now.staged.directory]
+        excess = len(every) + 1 - max(now.limit, len(kept))
+        return removable([path for path in every if path not in kept][: max(0, excess)])
+
+    def _ended(self, now: _Save, error: Exception | None) -> None:
+        """Do what follows once a checkpoint is complete, or could not be written."""
+        trainer = self._trainer
+        now.staged.close()
+        if self._mesh.everyone.rank == 0:
+            done = (*now.replaced, now.staged.replaced)
+            for path in done if error is None else (partial(now.staged.directory),):
+                self._delete(path)
+        if error is not None:
+            return
+        if now.pushes:
+            trainer._push_from_checkpoint(str(now.staged.directory))
+        handler = trainer.callback_handler
+        trainer.control = handler.call_event("on_save", trainer.args, now.state, trainer.control)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a checkpoint was started, and what follows its end has not been done."""
+        return self._pending.step is not None
+
+    def end(self) -> None:
+        """Wait for the checkpoint that is being written. If it fails, say so."""
+        self._pending.end()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete, and try again for a while if it cannot be written. Before that,
+        save the state if a signal has ended the run. Raises the error of the last try."""
+        trainer = self._trainer
+        if self.stopped_by is not None and self._last_step != trainer.state.global_step:
+            trainer._save_checkpoint(trainer.model, None)
+        self._pending.finish(self._trainer.received)
+        if self.stopped_by is not None and trainer.state.global_step < trainer.state.max_steps:
+            say(
+                self._console,
+                f"Interrupted after step {trainer.state.global_step}. Continue with: "
+                "trainer.train(resume_from_checkpoint=True)",
+            )
+
+    def keep_best_alone(self) -> None:
+        """Delete the last checkpoint if it is not the best one and `save_total_limit` is 1, as the trainer does at the
+        end."""
+        trainer, best = self._trainer, self._trainer.state.best_model_checkpoint
+        if self._mesh.everyone.rank or best is None or trainer.args.save_total_limit != 1:
+            return
+        others = [Path(path) for path in sort_checkpoints(trainer._get_output_dir(None)) if path != str(Path(best))]
+        for path in removable(others):
+            self._delete(path)
+
+    def after_step(self, control: Any) -> None:
+        """End what is written, and decide with all ranks whether to save or to stop."""
+        pending, received = self._pending, self._trainer.received
+        mine = pending.is_written, received[0] if received else None, time.monotonic() - self._saved_at
+        every = from_all(self._mesh, "the end of a step", mine)
+        if all(written for written, _, _ in every):
+            self.end()
+        self.stopped_by = next((number for _, number, _ in every if number is not None), None)
+        minutes = self._trainer.paging.save_minutes
+        if minutes and every[0][2] >= 60 * minutes:
+            control.should_save = True
+        if self.stopped_by is not None:
+            control.should_training_stop = True
+
+    def begin_run(self) -> None:
+        """Before the first step: show the plan, and check the room for checkpoints. Raises StorageError."""
+        self.stopped_by, self._saved_at, self._last_step = None, time.monotonic(), -1
+        self._show_plan()
+        self._check_room()
+
+    def _check_room(self) -> None:
+        """Raises StorageError if the disk has no room for a checkpoint. Says so if it has none for all."""
+        trainer, args = self._trainer, self._trainer.args
+        if args.save_strategy == "no" and not trainer.paging.save_minutes:
+            return
+        model = sum(param.numel() * param.element_size() for param in trainer.model.parameters())
+        exported = model if trainer.exports else 0
+        one, copied = (exported + self.optimizer.checkpoint_bytes(copied=each) for each in (False, True))
+        if args.save_only_model:
+            one = copied = exported
+        steps, every = trainer.state.max_steps - trainer.state.global_step, trainer.state.save_steps
+        due = math.ceil(steps / every) if args.save_strategy == "steps" and every else 1
+
+        def look() -> None:
+            run = Path(args.output_dir).absolute()
+            limit, there = args.save_total_limit, len([*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*")])
+            most = max(1, min(due, limit + 1 - there) if limit else due)
+            place = next(path for path in (run, *run.parents) if path.is_dir())
+            message = Needs(one=one, copied=copied, most=most).check(
+                f"The disk of output_dir {args.output_dir}",
+                shutil.disk_usage(place).free,
+                f"a checkpoint takes {format_bytes(one)}",
+                " (save_strategy='no' trains without checkpoints)",
+                "save_total_limit",
+            )
+            if message is not None:
+                say(self._console, message)
+
+        from_first(self._mesh, "the room for checkpoints", look)
+
+    def _show_plan(self) -> None:
+        """Print the plan, and how much the run wears the SSD."""
+        trainer = self._trainer
+        plan = plan_of(trainer.model)
+        self._console.print(plan_table(plan, None, explained=False))
+        endurance = endurance_of(trainer.paging.memory.ssd_directories, self._mesh.everyone.nodes)
+        written = sum(from_all(self._mesh, "the bytes written to SSD", bytes_written_to_ssd(plan)))
+        if endurance is not None and written:
+            steps = trainer.state.max_steps - trainer.state.global_step
+            say(self._console, f"SSD: {wear(written, steps, endurance)}")
+
+    def explain(self, name: str) -> str:
+        """The message after a signal."""
+        if self._mesh.everyone.rank:
+            return ""
+        if self._pending.retrying is not None:
+            return f"{name}: stops without a checkpoint of step {self._pending.retrying} unless one more try succeeds"
+        step = self._trainer.state.global_step + 1
+        return f"{name}: stops after step {step} and saves it. Another signal stops at once"
+
+    def _delete(self, path: Path) -> None:
+        """Delete a checkpoint that a new one has replaced, or that was not completed. It stays, with a warning, if that
+        fails."""
+        try:
+            delete(path, self._places)
+        except (OSError, StorageError) as error:
+            _log.warning("%s was not deleted: %s", path, error)
+
+    def _say(self, message: str) -> None:
+        say(self._console, message) if self._mesh.everyone.rank == 0 else _log.warning("%s", message)
+
+
+class SavingCallback(TrainerCallback):  # type: ignore[misc]
+    """Asks for checkpoints by time, and ends a run after a signal."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Prepare for the first step."""
+        self._trainer.checkpoints.begin_run()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Complete what was written, and save or stop if it is time."""
+        self._trainer.checkpoints.after_step(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An epoch that a signal has ended in its middle is neither evaluated nor saved again."""
+        if self._trainer.checkpoints.stopped_by is not None and state.epoch % 1:
+            control.should_evaluate = control.should_save = False

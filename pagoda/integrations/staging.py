@@ -1,0 +1,126 @@
+"""Directories that a framework fills, with a checkpoint of Pagoda in each: they have their name once complete."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pagoda.checkpoint.directory import Removable, remove_leftovers
+from pagoda.checkpoint.paged import with_ranks
+from pagoda.errors import CheckpointError, StorageError
+from pagoda.integrations import seals
+from pagoda.memory.files import storage_errors, sync_directory
+from pagoda.memory.identity import partial, removed, unfinished
+from pagoda.memory.lock import Lock
+
+STATE = "pagoda"
+"""Directory inside such a directory: Pagoda's own checkpoint, from which a run resumes."""
+
+
+class Staged:
+    """A directory while it is being written. Its methods raise StorageError."""
+
+    def __init__(self, directory: Path, places: Sequence[str | Path]) -> None:
+        """`places`: the SSD directories of the run."""
+        self.directory, self._places = directory, places
+        self.path = unfinished(directory)
+        """Where its files are written."""
+        self._lock: Lock | None = None
+
+    @property
+    def state(self) -> Path:
+        """Pagoda's checkpoint in it."""
+        return self.path / STATE
+
+    @property
+    def replaced(self) -> Path:
+        """Where a directory of the same name is put, to be deleted."""
+        return removed(self.directory)
+
+    def create(self) -> None:
+        """Create it, empty, and lock it. Remains of an interrupted run are deleted."""
+        self.close()
+        with storage_errors(f"{self.directory} could not be written"):
+            delete(partial(self.directory), self._places)
+            delete(self.replaced, self._places)
+            self.path.mkdir(parents=True)
+            self._lock = Lock(partial(self.directory))
+            seals.begin(self.path)
+            sync_directory(self.directory.parent)
+
+    def complete(self, replaces: Sequence[Path] = ()) -> None:
+        """Seal it, give it its name durably, and mark the directories that it replaces as no longer complete. If this
+        fails, it is deleted."""
+        try:
+            seals.seal(self.path)
+            with storage_errors(f"{self.directory} could not be written"):
+                if os.path.lexists(self.directory):
+                    seals.begin(self.directory)
+                    self.directory.rename(self.replaced)
+                self.path.rename(self.directory)
+                sync_directory(self.directory.parent)
+        except BaseException:
+            for path in (self.path, *([] if self.path.exists() else [self.directory])):
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        self.close()
+        with storage_errors(f"{self.directory} is complete, but what it replaces could not be marked"):
+            partial(self.directory).rmdir()
+            for old in replaces:
+                seals.begin(old)
+
+    def close(self) -> None:
+        """Unlock it. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def removable(directories: Sequence[Path]) -> list[Path]:
+    """The directories that may be deleted. Those in which Pagoda's own checkpoint has other files are kept."""
+    found = []
+    for directory in directories:
+        with suppress(CheckpointError):
+            if (directory / STATE).exists():
+                Removable.of(directory / STATE)
+            found.append(directory)
+    return found
+
+
+def delete(directory: Path, places: Sequence[str | Path]) -> None:
+    """Delete a directory of a framework, and free the pages of the checkpoint in it, which are in the SSD directories
+    `places`. It may be one that was begun, or not exist. One without a seal stays. Raises OSError and StorageError."""
+    inner = directory / directory.name[1:].removesuffix(".partial")
+    if directory.is_symlink() or not (_is_ours(directory) or _is_ours(inner)):
+        return
+    for place in (directory, inner):
+        with suppress(CheckpointError):  # it has no manifest, so no pages
+            Removable.of(place / STATE).retire()
+        remove_leftovers(place, with_ranks(places))
+    shutil.rmtree(directory)
+
+
+def _is_ours(directory: Path) -> bool:
+    return directory.is_dir() and ((directory / seals.SEAL).is_file() or not any(directory.iterdir()))
+
+
+def finish_interrupted(run: Path, prefix: str, places: Sequence[str | Path]) -> None:
+    """Do what an interrupted run has left undone in its directory: give complete directories their names, and delete
+    those that were begun and those that were being deleted. One that another process writes stays."""
+    for path in sorted(run.glob(f".{prefix}*.partial")):
+        staged = Staged(path.with_name(path.name[1:].removesuffix(".partial")), places)
+        with suppress(BlockingIOError):
+            Lock(path).close()
+            try:
+                seals.check(staged.path)
+                staged.complete()
+            except (CheckpointError, StorageError):
+                _delete_quietly(path, places)
+    for path in (*run.glob(f".{prefix}*.removed"), *filter(seals.is_begun, run.glob(f"{prefix}*"))):
+        _delete_quietly(path, places)
+
+
+def _delete_quietly(path: Path, places: Sequence[str | Path]) -> None:
+    with suppress(OSError, StorageError):
+        delete(path, places)
