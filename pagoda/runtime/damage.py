@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NoReturn
 
-from pagoda.errors import NonFiniteGradientError, PagodaError, StorageError, UsageError
+from pagoda.errors import NonFiniteGradientError, PagodaError, StorageError
 
 
 @dataclass(eq=False)
@@ -15,14 +15,14 @@ class Damage:
     """The error, or None if states are not damaged."""
     seen: bool = False
     """Whether the error has been raised."""
+    is_final: bool = False
+    """Whether not even a checkpoint can be loaded, because the driver has stopped."""
 
     def note(self, error: BaseException | None) -> None:
         """An operation that changes states has ended, perhaps with an error. A gradient that is not finite changes no
         state."""
         if error is None or isinstance(error, NonFiniteGradientError):
             return
-        if isinstance(error, KeyboardInterrupt):
-            error = UsageError("Ctrl-C came in the middle of an event of training")
         if self.cause is None:
             self.cause, self.seen = error, False
 
@@ -33,9 +33,14 @@ class Damage:
             text = str(self.cause)
             known = text and isinstance(self.cause, PagodaError)
             said = text if known else f"{type(self.cause).__name__}{': ' if text else ''}{text}"
+            way_out = (
+                "Start the program again, from a checkpoint. It"
+                if self.is_final
+                else "Load a checkpoint. Until then it"
+            )
             raise StorageError(
-                f"The training state is damaged: a part of it was changed when this failed: {said} -- Load a "
-                "checkpoint. Until then it can be neither used nor saved."
+                f"The training state is damaged: a part of it was changed when this failed: {said} -- {way_out} can be "
+                "neither used nor saved."
             ) from self.cause
 
     def raise_cause(self) -> NoReturn:

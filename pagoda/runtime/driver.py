@@ -51,7 +51,7 @@ class Driver:
 
     def _note(self, error: BaseException) -> None:
         self._damage.note(error)
-        self.stopped = True
+        self._damage.is_final = self.stopped = True
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass on an event. On return it has been processed, unless this thread is already processing another one."""

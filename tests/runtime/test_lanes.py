@@ -316,6 +316,8 @@ def test_an_error_of_an_event_reaches_whoever_waits(waits_first: bool) -> None:
     thread.start()
     if not waits_first:
         thread.join()
-    with pytest.raises(pagoda.StorageError, match="LookupError: an event that contradicts itself -- Load a checkpoint"):
+    with pytest.raises(
+        pagoda.StorageError, match="LookupError: an event that contradicts itself -- Start the program again"
+    ):
         driver.wait(lambda: False, lambda: None)
     thread.join()
