@@ -33,14 +33,10 @@ class Damage:
             text = str(self.cause)
             known = text and isinstance(self.cause, PagodaError)
             said = text if known else f"{type(self.cause).__name__}{': ' if text else ''}{text}"
-            way_out = (
-                "Start the program again, from a checkpoint. It"
-                if self.is_final
-                else "Load a checkpoint. Until then it"
-            )
+            way_out = "Start the program again, from a" if self.is_final else "Load a"
             raise StorageError(
-                f"The training state is damaged: a part of it was changed when this failed: {said} -- {way_out} can be "
-                "neither used nor saved."
+                f"The training state is damaged: a part of it was changed when this failed: {said} -- {way_out} "
+                "checkpoint. Until then it can be neither used nor saved."
             ) from self.cause
 
     def raise_cause(self) -> NoReturn:
