@@ -22,7 +22,7 @@ from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
 from pagoda.integrations.settings import record
-from pagoda.integrations.staging import STATE, Staged, delete, removable
+from pagoda.integrations.staging import STATE, Staged, delete, delete_remains, removable
 from pagoda.memory.identity import partial
 from pagoda.memory.sizes import format_bytes
 from pagoda.optimizer import PagedOptimizer
@@ -209,7 +209,11 @@ class Checkpoints:
             control.should_training_stop = True
 
     def begin_run(self) -> None:
-        """Before the first step: show the plan, and check the room for checkpoints. Raises StorageError."""
+        """Before the first step: delete the remains of an interrupted run, show the plan, and check the room for
+        checkpoints. Raises StorageError."""
+        if self._mesh.everyone.rank == 0:
+            run = Path(self._trainer._get_output_dir(None))
+            delete_remains(run, f"{PREFIX_CHECKPOINT_DIR}-", self._places)
         self.stopped_by, self._saved_at, self._last_step = None, time.monotonic(), -1
         self._show_plan()
         self._check_room()

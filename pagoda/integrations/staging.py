@@ -105,18 +105,23 @@ def _is_ours(directory: Path) -> bool:
     return directory.is_dir() and ((directory / seals.SEAL).is_file() or not any(directory.iterdir()))
 
 
-def finish_interrupted(run: Path, prefix: str, places: Sequence[str | Path]) -> None:
-    """Do what an interrupted run has left undone in its directory: give complete directories their names, and delete
-    those that were begun and those that were being deleted. One that another process writes stays."""
+def name_complete(run: Path, prefix: str) -> None:
+    """Give their names to directories that an interrupted run has completed. One that another process writes stays."""
     for path in sorted(run.glob(f".{prefix}*.partial")):
-        staged = Staged(path.with_name(path.name[1:].removesuffix(".partial")), places)
+        staged = Staged(path.with_name(path.name[1:].removesuffix(".partial")), ())
+        with suppress(BlockingIOError, CheckpointError, StorageError):
+            Lock(path).close()
+            seals.check(staged.path)
+            staged.complete()
+
+
+def delete_remains(run: Path, prefix: str, places: Sequence[str | Path]) -> None:
+    """Delete what an interrupted run has begun, and what it was deleting. The SSD directories `places` are open, so the
+    pages of a checkpoint that was never completed are free already. What another process writes stays."""
+    for path in run.glob(f".{prefix}*.partial"):
         with suppress(BlockingIOError):
             Lock(path).close()
-            try:
-                seals.check(staged.path)
-                staged.complete()
-            except (CheckpointError, StorageError):
-                _delete_quietly(path, places)
+            _delete_quietly(path, places)
     for path in (*run.glob(f".{prefix}*.removed"), *filter(seals.is_begun, run.glob(f"{prefix}*"))):
         _delete_quietly(path, places)
 

@@ -25,7 +25,7 @@ from pagoda.integrations.checkpoints import Checkpoints, SavingCallback
 from pagoda.integrations.evaluation import TokenMean
 from pagoda.integrations.paging import Paging, hand_over, optimizer_of
 from pagoda.integrations.settings import check_resumes
-from pagoda.integrations.staging import STATE, finish_interrupted
+from pagoda.integrations.staging import STATE, name_complete
 from pagoda.integrations.states import adapter_state, exported_into, numbered
 from pagoda.integrations.vllm import check_adapters, stream_weights
 from pagoda.optimizer import PagedOptimizer
@@ -299,8 +299,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.checkpoints is not None:
             self.checkpoints.end()
         if self.args.should_save:
-            places = [*self.paging.memory.ssd_directories]
-            finish_interrupted(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-", places)
+            name_complete(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-")
         self.accelerator.wait_for_everyone()
         numbers = [signal.SIGINT, signal.SIGHUP, *([] if self.args.enable_jit_checkpoint else [signal.SIGTERM])]
         with first_signal(self._explain, numbers) as self.received:
