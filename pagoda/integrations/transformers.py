@@ -314,7 +314,9 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         return found
 
     def _explain(self, name: str) -> str:
-        return "" if self.checkpoints is None else self.checkpoints.explain(name)
+        if self.checkpoints is None:
+            return f"{name}: stops after the first step and saves it. Another signal stops at once"
+        return self.checkpoints.explain(name)
 
     def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is not True:
@@ -332,7 +334,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             "to begin."
         )
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """Complete the last checkpoint, then do what the trainer does. After a signal, the best model is not loaded."""
         assert self.checkpoints is not None, "it is made when the model is wrapped"
         self.checkpoints.finish()
@@ -340,9 +342,9 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.checkpoints.stopped_by is not None:
             self.args.load_best_model_at_end, self.args.save_total_limit = False, None
         else:
-            self.checkpoints.keep_best_alone()
+            self.checkpoints.keep_best_alone(trial)
         try:
-            return super()._finalize_training(*args, **kwargs)
+            return super()._finalize_training(trial, *args, **kwargs)
         finally:
             self.args.load_best_model_at_end, self.args.save_total_limit = settings
 

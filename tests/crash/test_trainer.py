@@ -34,11 +34,11 @@ class Run:
         root.mkdir()
         self._once: tuple[Image, dict[str, Any]] | None = None
 
-    def train(self, timeout_s: float = 240, **settings: Any) -> tuple[int | None, dict[str, Any]]:
+    def train(self, **settings: Any) -> tuple[int | None, dict[str, Any]]:
         """How a process ended that trains, and what it returned."""
         shutil.rmtree(self._out, ignore_errors=True)
         arguments = {"root": str(self.root), "ssd": self._ssd, **settings}
-        (status,) = self._ranks.ask("tests.crash.trainer:train", 1, self._out, arguments=arguments, timeout_s=timeout_s)
+        (status,) = self._ranks.ask("tests.crash.trainer:train", 1, self._out, arguments=arguments)
         errors = "".join(path.read_text() for path in sorted(self._out.glob("e*")))
         found = torch.load(self._out / "rank-0.pt") if status == 0 else {"errors": errors}
         return status, found
@@ -97,15 +97,11 @@ def test_a_run_that_is_killed_or_signalled_goes_on(kind: str, many: bool, run: R
     went_on: Counter[int] = Counter()
     for _ in range(40 if many else 3):
         after = draw.uniform(0.2 * length, length)
-        if kind == "kills":
-            status, _ = run.train(timeout_s=after)
-            assert status in (0, None, -signal.SIGKILL)
-        else:
-            before = run.complete()
-            status, found = run.train(signal_after=after)
-            assert status in (0, -signal.SIGTERM), found
-            if "Continue with" in found.get("errors", ""):
-                assert run.complete()[-1] > max(before, default=0), "what a signal ended was not saved"
+        before, number = run.complete(), signal.SIGKILL if kind == "kills" else signal.SIGTERM
+        status, found = run.train(signalled=(after, number))
+        assert status in (0, -number), found
+        if "Continue with" in found.get("errors", ""):
+            assert run.complete()[-1] > max(before, default=0), "what a signal ended was not saved"
         went_on[run.check_ends_well(expected)] += 1
         run.clear()
     print(f"{kind}: runs went on from {dict(went_on)}")
