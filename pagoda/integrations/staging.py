@@ -10,7 +10,7 @@ from pagoda.checkpoint.directory import Removable, remove_leftovers
 from pagoda.checkpoint.paged import with_ranks
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.integrations import seals
-from pagoda.memory.files import storage_errors, sync_directory
+from pagoda.memory.files import TEMPORARY, storage_errors, sync_directory
 from pagoda.memory.identity import partial, removed, unfinished
 from pagoda.memory.lock import Lock
 
@@ -102,7 +102,9 @@ def delete(directory: Path, places: Sequence[str | Path]) -> None:
 
 
 def _is_ours(directory: Path) -> bool:
-    return directory.is_dir() and ((directory / seals.SEAL).is_file() or not any(directory.iterdir()))
+    """Whether a directory has a seal, or nothing but the beginning of one."""
+    names = set(os.listdir(directory)) if directory.is_dir() else {""}
+    return seals.SEAL in names or names <= {seals.SEAL + TEMPORARY}
 
 
 def name_complete(run: Path, prefix: str) -> None:
