@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_or_signalled_goes_on(kind: str, many: bool, run: R
     assert run.whole() == expected
     length, draw = time.monotonic() - began, random.Random(kind)
     went_on: Counter[int] = Counter()
-    for _ in range(40 if many else 3):
+    for _ in range(40 if many else 2):
         after = draw.uniform(0.2 * length, length)
         before, number = run.complete(), signal.SIGKILL if kind == "kills" else signal.SIGTERM
         status, found = run.train(signalled=(after, number))
@@ -119,7 +119,7 @@ def test_a_run_that_lost_power_goes_on(many: bool, run: Run) -> None:
     assert deepcopy_applied(disk, events) == image_of(run.root), "something was written that was not recorded"
     turns = [i + after for i, event in enumerate(events) if event.kind in "fmuld" for after in (0, 1)]
     everywhere = [(i, loss) for i in [*turns, *range(0, len(events), 5)] for loss in LOSSES]
-    chosen = set(random.Random(f"{many}").sample(everywhere, 60 if many else 4))
+    chosen = set(random.Random(f"{many}").sample(everywhere, 60 if many else 3))
     failed = []
     for count in range(max(point[0] for point in chosen) + 1):
         for loss in [loss for loss in LOSSES if (count, loss) in chosen]:

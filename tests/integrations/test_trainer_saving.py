@@ -185,8 +185,9 @@ def usual() -> Iterator[list[int]]:
         signal.signal(kind, handler)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "within"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, True)], ids=str
+)
 def test_a_signal_ends_the_step_saves_and_then_has_its_usual_effect(
     kind: signal.Signals,
     within: bool,
