@@ -1,6 +1,6 @@
 """The checkpoints of a Trainer, written while it trains; and signals, which end a run after its step."""
 
-import copy
+import dataclasses
 import logging
 import math
 import shutil
@@ -22,12 +22,12 @@ from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
 from pagoda.integrations.settings import record
-from pagoda.integrations.staging import STATE, Staged, delete, removable
+from pagoda.integrations.staging import STATE, Staged, delete, delete_remains, removable
 from pagoda.memory.identity import partial
 from pagoda.memory.sizes import format_bytes
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.traffic import bytes_written_to_ssd
-from pagoda.train.pending import Needs, OnError, PendingCheckpoint
+from pagoda.train.pending import DiskRoom, OnError, PendingCheckpoint
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("pagoda")
 
 
 @dataclass
-class _Save:
+class _Asked:
     """A checkpoint that the trainer has asked for."""
 
     staged: Staged
@@ -45,6 +45,7 @@ class _Save:
     """The trainer's state, for callbacks."""
     limit: int | None
     pushes: bool
+    best_before: str | None
     replaced: list[Path] = field(default_factory=list)
 
 
@@ -63,7 +64,7 @@ class Checkpoints:
         self._mesh, self._places = optimizer._engine.links.mesh, optimizer._engine.ssd_directories
         self._console = Console(stderr=True, quiet=self._mesh.everyone.rank > 0)
         self._pending = PendingCheckpoint(optimizer, self._mesh, self._say)
-        self._now: _Save | None = None
+        self._now: _Asked | None = None
         """The checkpoint whose files the trainer is writing."""
         self._saved_at, self._last_step = time.monotonic(), -1
         """When the last save began, and its step."""
@@ -84,11 +85,13 @@ class Checkpoints:
             directory.rmdir()
         self.end()
         self._saved_at, self._last_step = time.monotonic(), trainer.state.global_step
-        now = _Save(Staged(directory, self._places), trainer.state, args.save_total_limit, args.push_to_hub)
+        best = trainer.state.best_model_checkpoint
+        now = _Asked(Staged(directory, self._places), trainer.state, args.save_total_limit, args.push_to_hub, best)
 
         def begin(on_error: OnError) -> None:
             self._write_files(now, write)
-            now.state, now.replaced = copy.copy(trainer.state), self._replaced(now)
+            now.state = dataclasses.replace(trainer.state, log_history=[*trainer.state.log_history])
+            now.replaced = self._replaced(now)
             if args.save_only_model:
                 if self._mesh.everyone.rank == 0:
                     now.staged.complete(now.replaced)
@@ -107,7 +110,7 @@ class Checkpoints:
         if args.save_only_model:
             self.end()
 
-    def _write_files(self, now: _Save, write: Callable[[], None]) -> None:
+    def _write_files(self, now: _Asked, write: Callable[[], None]) -> None:
         """Let the trainer write its own files. It neither pushes them nor deletes older checkpoints."""
         trainer, args = self._trainer, self._trainer.args
         run, first = now.staged.directory.parent, self._mesh.everyone.rank == 0
@@ -134,7 +137,7 @@ class Checkpoints:
             torch.save(args, now.staged.path / TRAINING_ARGS_NAME)
             trainer.state.save_to_json(str(now.staged.path / TRAINER_STATE_NAME))
 
-    def _replaced(self, now: _Save) -> list[Path]:
+    def _replaced(self, now: _Asked) -> list[Path]:
         """The older checkpoints that a new one replaces, as the trainer chooses them: all but the last ones, and the
         best one."""
         if self._mesh.everyone.rank or not now.limit or now.limit <= 0:
@@ -146,7 +149,7 @@ class Checkpoints:
         excess = len(every) + 1 - max(now.limit, len(kept))
         return removable([path for path in every if path not in kept][: max(0, excess)])
 
-    def _ended(self, now: _Save, error: Exception | None) -> None:
+    def _ended(self, now: _Asked, error: Exception | None) -> None:
         """Do what follows once a checkpoint is complete, or could not be written."""
         trainer = self._trainer
         now.staged.close()
@@ -155,6 +158,8 @@ class Checkpoints:
             for path in done if error is None else (partial(now.staged.directory),):
                 self._delete(path)
         if error is not None:
+            if trainer.state.best_model_checkpoint == str(now.staged.directory):
+                trainer.state.best_model_checkpoint = now.best_before
             return
         if now.pushes:
             trainer._push_from_checkpoint(str(now.staged.directory))
@@ -184,13 +189,13 @@ class Checkpoints:
                 "trainer.train(resume_from_checkpoint=True)",
             )
 
-    def keep_best_alone(self) -> None:
+    def keep_best_alone(self, trial: Any) -> None:
         """Delete the last checkpoint if it is not the best one and `save_total_limit` is 1, as the trainer does at the
         end."""
         trainer, best = self._trainer, self._trainer.state.best_model_checkpoint
         if self._mesh.everyone.rank or best is None or trainer.args.save_total_limit != 1:
             return
-        others = [Path(path) for path in sort_checkpoints(trainer._get_output_dir(None)) if path != str(Path(best))]
+        others = [Path(path) for path in sort_checkpoints(trainer._get_output_dir(trial)) if path != str(Path(best))]
         for path in removable(others):
             self._delete(path)
 
@@ -203,13 +208,17 @@ class Checkpoints:
             self.end()
         self.stopped_by = next((number for _, number, _ in every if number is not None), None)
         minutes = self._trainer.paging.save_minutes
-        if minutes and every[0][2] >= 60 * minutes:
+        if 0 < 60 * minutes <= every[0][2]:
             control.should_save = True
         if self.stopped_by is not None:
             control.should_training_stop = True
 
     def begin_run(self) -> None:
-        """Before the first step: show the plan, and check the room for checkpoints. Raises StorageError."""
+        """Before the first step: delete the remains of an interrupted run, show the plan, and check the room for
+        checkpoints. Raises StorageError."""
+        if self._mesh.everyone.rank == 0:
+            run = Path(self._trainer._get_output_dir(None))
+            delete_remains(run, f"{PREFIX_CHECKPOINT_DIR}-", self._places)
         self.stopped_by, self._saved_at, self._last_step = None, time.monotonic(), -1
         self._show_plan()
         self._check_room()
@@ -232,7 +241,7 @@ class Checkpoints:
             limit, there = args.save_total_limit, len([*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*")])
             most = max(1, min(due, limit + 1 - there) if limit else due)
             place = next(path for path in (run, *run.parents) if path.is_dir())
-            message = Needs(one=one, copied=copied, most=most).check(
+            message = DiskRoom(one=one, copied=copied, most=most).check(
                 f"The disk of output_dir {args.output_dir}",
                 shutil.disk_usage(place).free,
                 f"a checkpoint takes {format_bytes(one)}",

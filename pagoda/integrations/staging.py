@@ -10,7 +10,7 @@ from pagoda.checkpoint.directory import Removable, remove_leftovers
 from pagoda.checkpoint.paged import with_ranks
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.integrations import seals
-from pagoda.memory.files import storage_errors, sync_directory
+from pagoda.memory.files import TEMPORARY, storage_errors, sync_directory
 from pagoda.memory.identity import partial, removed, unfinished
 from pagoda.memory.lock import Lock
 
@@ -102,21 +102,28 @@ def delete(directory: Path, places: Sequence[str | Path]) -> None:
 
 
 def _is_ours(directory: Path) -> bool:
-    return directory.is_dir() and ((directory / seals.SEAL).is_file() or not any(directory.iterdir()))
+    """Whether a directory has a seal, or nothing but the beginning of one."""
+    names = set(os.listdir(directory)) if directory.is_dir() else {""}
+    return seals.SEAL in names or names <= {seals.SEAL + TEMPORARY}
 
 
-def finish_interrupted(run: Path, prefix: str, places: Sequence[str | Path]) -> None:
-    """Do what an interrupted run has left undone in its directory: give complete directories their names, and delete
-    those that were begun and those that were being deleted. One that another process writes stays."""
+def name_complete(run: Path, prefix: str) -> None:
+    """Give their names to directories that an interrupted run has completed. One that another process writes stays."""
     for path in sorted(run.glob(f".{prefix}*.partial")):
-        staged = Staged(path.with_name(path.name[1:].removesuffix(".partial")), places)
+        staged = Staged(path.with_name(path.name[1:].removesuffix(".partial")), ())
+        with suppress(BlockingIOError, CheckpointError, StorageError):
+            Lock(path).close()
+            seals.check(staged.path)
+            staged.complete()
+
+
+def delete_remains(run: Path, prefix: str, places: Sequence[str | Path]) -> None:
+    """Delete what an interrupted run has begun, and what it was deleting. The SSD directories `places` are open, so the
+    pages of a checkpoint that was never completed are free already. What another process writes stays."""
+    for path in run.glob(f".{prefix}*.partial"):
         with suppress(BlockingIOError):
             Lock(path).close()
-            try:
-                seals.check(staged.path)
-                staged.complete()
-            except (CheckpointError, StorageError):
-                _delete_quietly(path, places)
+            _delete_quietly(path, places)
     for path in (*run.glob(f".{prefix}*.removed"), *filter(seals.is_begun, run.glob(f"{prefix}*"))):
         _delete_quietly(path, places)
 

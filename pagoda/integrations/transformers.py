@@ -25,7 +25,7 @@ from pagoda.integrations.checkpoints import Checkpoints, SavingCallback
 from pagoda.integrations.evaluation import TokenMean
 from pagoda.integrations.paging import Paging, hand_over, optimizer_of
 from pagoda.integrations.settings import check_resumes
-from pagoda.integrations.staging import STATE, finish_interrupted
+from pagoda.integrations.staging import STATE, name_complete
 from pagoda.integrations.states import adapter_state, exported_into, numbered
 from pagoda.integrations.vllm import check_adapters, stream_weights
 from pagoda.optimizer import PagedOptimizer
@@ -299,8 +299,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.checkpoints is not None:
             self.checkpoints.end()
         if self.args.should_save:
-            places = [*self.paging.memory.ssd_directories]
-            finish_interrupted(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-", places)
+            name_complete(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-")
         self.accelerator.wait_for_everyone()
         numbers = [signal.SIGINT, signal.SIGHUP, *([] if self.args.enable_jit_checkpoint else [signal.SIGTERM])]
         with first_signal(self._explain, numbers) as self.received:
@@ -315,7 +314,9 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         return found
 
     def _explain(self, name: str) -> str:
-        return "" if self.checkpoints is None else self.checkpoints.explain(name)
+        if self.checkpoints is None:
+            return f"{name}: stops after the first step and saves it. Another signal stops at once"
+        return self.checkpoints.explain(name)
 
     def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is not True:
@@ -333,7 +334,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             "to begin."
         )
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """Complete the last checkpoint, then do what the trainer does. After a signal, the best model is not loaded."""
         assert self.checkpoints is not None, "it is made when the model is wrapped"
         self.checkpoints.finish()
@@ -341,9 +342,9 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.checkpoints.stopped_by is not None:
             self.args.load_best_model_at_end, self.args.save_total_limit = False, None
         else:
-            self.checkpoints.keep_best_alone()
+            self.checkpoints.keep_best_alone(trial)
         try:
-            return super()._finalize_training(*args, **kwargs)
+            return super()._finalize_training(trial, *args, **kwargs)
         finally:
             self.args.load_best_model_at_end, self.args.save_total_limit = settings
 

@@ -111,7 +111,7 @@ class PendingCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class DiskRoom:
     """What a run will write to the disk of its checkpoints, in bytes."""
 
     one: int

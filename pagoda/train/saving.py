@@ -13,7 +13,7 @@ from pagoda.errors import PagodaError
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.train.metrics import LINE_BYTES, StepMetrics
-from pagoda.train.pending import Needs, OnError, PendingCheckpoint
+from pagoda.train.pending import DiskRoom, OnError, PendingCheckpoint
 from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.resume import CHAT, CONFIG, SAMPLES_PER_STEP
@@ -57,7 +57,7 @@ class Saving:
             checkpoints = self._run_dir.checkpoints
             free = shutil.disk_usage(checkpoints if checkpoints.is_dir() else self._run_dir.path).free
             required = config.save_at_end or config.checkpoint_every > 0
-            message = Needs(one=one, copied=copied, most=most, beside=lines, required=required).check(
+            message = DiskRoom(one=one, copied=copied, most=most, beside=lines, required=required).check(
                 f"The disk of --out {self._run_dir.path}",
                 free,
                 f"a checkpoint takes {format_bytes(one)}, metrics {format_bytes(lines)}",

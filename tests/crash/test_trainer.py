@@ -34,11 +34,11 @@ class Run:
         root.mkdir()
         self._once: tuple[Image, dict[str, Any]] | None = None
 
-    def train(self, timeout_s: float = 240, **settings: Any) -> tuple[int | None, dict[str, Any]]:
+    def train(self, **settings: Any) -> tuple[int | None, dict[str, Any]]:
         """How a process ended that trains, and what it returned."""
         shutil.rmtree(self._out, ignore_errors=True)
         arguments = {"root": str(self.root), "ssd": self._ssd, **settings}
-        (status,) = self._ranks.ask("tests.crash.trainer:train", 1, self._out, arguments=arguments, timeout_s=timeout_s)
+        (status,) = self._ranks.ask("tests.crash.trainer:train", 1, self._out, arguments=arguments)
         errors = "".join(path.read_text() for path in sorted(self._out.glob("e*")))
         found = torch.load(self._out / "rank-0.pt") if status == 0 else {"errors": errors}
         return status, found
@@ -58,8 +58,9 @@ class Run:
         """The steps of the checkpoints that have their names."""
         return sorted(int(path.name.split("-")[1]) for path in (self.root / "run").glob("checkpoint-*"))
 
-    def check_ends_well(self, expected: dict[str, Any]) -> int:
-        """The run goes on from its last checkpoint to the same bits. Returns the step of that."""
+    def check_ends_well(self, expected: dict[str, Any], copied: bool = False) -> int:
+        """The run goes on from its last checkpoint to the same bits. Returns the step of that. `copied`: the files are
+        copies, so that marks of directories, which have their inode numbers, do not count."""
         before = self.complete()
         if before and before[-1] == STEPS:  # a trainer that resumes what has ended takes one more step
             assert state_of(self.root / "run" / f"checkpoint-{STEPS}" / STATE) == expected["state"]
@@ -69,7 +70,7 @@ class Run:
         assert found["from"] == max(before, default=0), f"{found}: a complete checkpoint was lost"
         assert {**found, "from": 0} == expected, f"OTHER BITS: {found}, {expected}"
         assert not [path.name for path in (self.root / "run").iterdir() if not path.name.startswith("checkpoint-")]
-        assert not [*orphans_in(self.root / "ssd")], "pages of lost checkpoints are kept"
+        assert copied or not [*orphans_in(self.root / "ssd")], "pages of lost checkpoints are kept"
         return int(found["from"])
 
 
@@ -94,17 +95,13 @@ def test_a_run_that_is_killed_or_signalled_goes_on(kind: str, many: bool, run: R
     assert run.whole() == expected
     length, draw = time.monotonic() - began, random.Random(kind)
     went_on: Counter[int] = Counter()
-    for _ in range(40 if many else 3):
+    for _ in range(40 if many else 2):
         after = draw.uniform(0.2 * length, length)
-        if kind == "kills":
-            status, _ = run.train(timeout_s=after)
-            assert status in (0, None, -signal.SIGKILL)
-        else:
-            before = run.complete()
-            status, found = run.train(signal_after=after)
-            assert status in (0, -signal.SIGTERM), found
-            if "Continue with" in found.get("errors", ""):
-                assert run.complete()[-1] > max(before, default=0), "what a signal ended was not saved"
+        before, number = run.complete(), signal.SIGKILL if kind == "kills" else signal.SIGTERM
+        status, found = run.train(signalled=(after, number))
+        assert status in (0, -number), found
+        if "Continue with" in found.get("errors", ""):
+            assert run.complete()[-1] > max(before, default=0), "what a signal ended was not saved"
         went_on[run.check_ends_well(expected)] += 1
         run.clear()
     print(f"{kind}: runs went on from {dict(went_on)}")
@@ -122,13 +119,13 @@ def test_a_run_that_lost_power_goes_on(many: bool, run: Run) -> None:
     assert deepcopy_applied(disk, events) == image_of(run.root), "something was written that was not recorded"
     turns = [i + after for i, event in enumerate(events) if event.kind in "fmuld" for after in (0, 1)]
     everywhere = [(i, loss) for i in [*turns, *range(0, len(events), 5)] for loss in LOSSES]
-    chosen = set(random.Random(f"{many}").sample(everywhere, 60 if many else 4))
+    chosen = set(random.Random(f"{many}").sample(everywhere, 60 if many else 3))
     failed = []
     for count in range(max(point[0] for point in chosen) + 1):
         for loss in [loss for loss in LOSSES if (count, loss) in chosen]:
             put(disk.image(LOSSES[loss]), run.root)
             try:
-                run.check_ends_well(expected)
+                run.check_ends_well(expected, copied=True)
             except AssertionError as error:
                 failed.append(f"after {count} events, before {[*map(str, events[count : count + 1])]}, {loss}: {error}")
         for event in events[count : count + 1]:

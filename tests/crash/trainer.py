@@ -20,12 +20,12 @@ STEPS = 6
 
 
 def train(
-    out: Path, root: str, ssd: bool, record: list[Any] | None = None, signal_after: float | None = None
+    out: Path, root: str, ssd: bool, record: list[Any] | None = None, signalled: tuple[float, int] | None = None
 ) -> dict[str, Any]:
     """Train to the end in `root`/run, from the last checkpoint if there is one.
 
-    `record`: the arguments of `recorder_start` in recorder.c. `signal_after`: seconds until SIGTERM. Returns the bits
-    of the run at its end, and the step from which it went on.
+    `record`: the arguments of `recorder_start` in recorder.c. `signalled`: seconds until a signal, and its number.
+    Returns the bits of the run at its end, and the step from which it went on.
     """
     said = os.open(out / "err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
@@ -48,8 +48,8 @@ def train(
         eval_dataset=samples(4),
         paging=Paging(memory=pages),
     )
-    if signal_after is not None:
-        timer = threading.Timer(signal_after, os.kill, (os.getpid(), signal.SIGTERM))
+    if signalled is not None:
+        timer = threading.Timer(signalled[0], os.kill, (os.getpid(), signalled[1]))
         timer.daemon = True
         timer.start()
     trainer.train(resume_from_checkpoint=bool(numbered(run, "checkpoint-")))

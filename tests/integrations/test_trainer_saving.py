@@ -185,8 +185,9 @@ def usual() -> Iterator[list[int]]:
         signal.signal(kind, handler)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "within"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, True)], ids=str
+)
 def test_a_signal_ends_the_step_saves_and_then_has_its_usual_effect(
     kind: signal.Signals,
     within: bool,
@@ -340,3 +341,36 @@ def test_the_plan_is_printed_once_and_figures_are_logged(paged: Make, capfd: pyt
     assert last["pagoda_bytes_moved_ssd_read"] > 0
     assert last["pagoda_step_s"] > 0
     assert VOCABULARY == 64
+
+
+def test_a_step_may_be_saved_twice(paged: Make, tmp_path: Path) -> None:
+    """The second one replaces the first, and frees its pages."""
+    pages = memory(tmp_path / "own")
+    trainer = paged(save_strategy="steps", save_steps=3, max_steps=3, paging={"memory": pages})
+    trainer.train()
+    first = (tmp_path / "paged" / "checkpoint-3" / STATE / "manifest.json").read_bytes()
+    trainer._save_checkpoint(trainer.model, None)
+    trainer.checkpoints.end()
+    assert names(tmp_path / "paged") == ["checkpoint-3"]
+    assert (tmp_path / "paged" / "checkpoint-3" / STATE / "manifest.json").read_bytes() != first
+    trainer.optimizer.close()
+    assert not [*orphans_in(tmp_path / "own")]
+    resumed = paged(max_steps=5, paging={"memory": pages})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 5
+
+
+def test_what_a_crash_has_left_is_completed_or_deleted_and_others_files_stay(paged: Make, tmp_path: Path) -> None:
+    out = tmp_path / "paged"
+    paged(save_strategy="steps", save_steps=3, max_steps=3).train()
+    sealed = out / ".checkpoint-3.partial" / "checkpoint-3"
+    sealed.parent.mkdir()
+    (out / "checkpoint-3").rename(sealed)  # before the last step of its completion
+    seals.begin(out / ".checkpoint-2.partial" / "checkpoint-2")
+    seals.begin(out / "checkpoint-1")
+    (out / ".checkpoint-9.partial").mkdir()
+    (out / ".checkpoint-9.partial" / "thesis.txt").write_text("years of work")
+    resumed = paged(max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == 3
+    assert names(out) == [".checkpoint-9.partial", "checkpoint-3"]
