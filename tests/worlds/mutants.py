@@ -310,8 +310,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     stepper: {
         "a step that a drive has held up can never be taken": (
-            "mends = self.rank_group is None and isinstance(error, StorageError)",
-            "mends = False",
+            "            lost = lost or ",
+            "            lost = True or ",
         ),
         "a step does not wait until gradients have arrived": (
             "                self.accesses.turn.waiting(gradient.settle)\n",
