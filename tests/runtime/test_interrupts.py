@@ -62,7 +62,7 @@ class Interrupt:
         raise self.error
 
     def trace(self, frame: FrameType, what: str, _argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename == interrupts.__file__:
+        if not _is_ours(frame):
             return None
         # Python handles no signal where it closes a generator, which looks like a call, nor where a `with` block ends.
         code = frame.f_code
@@ -75,6 +75,14 @@ class Interrupt:
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGALRM)
         return self.trace
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a frame runs Pagoda's code, or torch's at the ends of `with torch.no_grad()` there."""
+    file, caller = frame.f_code.co_filename, frame.f_back
+    if file.endswith("torch/autograd/grad_mode.py") and caller is not None:
+        file = caller.f_code.co_filename
+    return file.startswith(PACKAGE) and file != interrupts.__file__
 
 
 class Case(NamedTuple):
