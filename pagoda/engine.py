@@ -324,7 +324,7 @@ class Engine:
             except Exception as error:  # damage stays until the end; `step()` finds what is not finite once more
                 if self.damage.cause is None and not isinstance(error, PagodaError):
                     raise  # it is a signal's
-        self._executor.updates.give_up()
+        self.accesses.turn.run(self._executor.updates.give_up)
         try:
             self.accesses.turn.run(self.stepper.drop_step)
             self.accesses.agree("loading a checkpoint")
