@@ -20,7 +20,7 @@ from pagoda.autograd.active_forwards import ActiveForwards
 from pagoda.autograd.loss_scale import LossScaler
 from pagoda.autograd.stepper import Norms, Stepper
 from pagoda.autograd.uses import Uses
-from pagoda.errors import BudgetError, StorageError, UsageError
+from pagoda.errors import BudgetError, PagodaError, StorageError, UsageError
 from pagoda.interrupts import held_back, holding_back, look
 from pagoda.memory.page import PageRun
 from pagoda.mesh.mesh import Mesh
@@ -310,9 +310,12 @@ class Engine:
         """Inside, all states are replaced, even if they are damaged, after `prepare_replacing`. If that fails halfway,
         they are damaged afterwards. `lags`: by unit, how far the new weights lag, if any do."""
         if self.damage.cause is None:
-            with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
+            try:
                 self.accesses.drain()
-        self._executor.updates.give_up()
+            except Exception as error:  # damage stays until the end; `step()` finds what is not finite once more
+                if self.damage.cause is None and not isinstance(error, PagodaError):
+                    raise  # it is a signal's
+        self.accesses.turn.run(self._executor.updates.give_up)
         try:
             self.accesses.turn.run(self.stepper.drop_step)
             self.accesses.agree("loading a checkpoint")

@@ -14,7 +14,7 @@ from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.gradient_values import TOO_LATE, GradientValues
 from pagoda.autograd.loss_scale import LossScaler
 from pagoda.autograd.markers import MarkedGradient, marker
-from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError, UsageError
+from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.parameters.hidden import unseen
 from pagoda.parameters.unit import LiveUnit
@@ -287,8 +287,10 @@ class Stepper:
             self.scaler.end_step(skipped=True)
             return None
         except Exception as error:
-            mends = self.rank_group is None and isinstance(error, StorageError)  # then `step()` can be called again
-            if not mends and any(unit.updated for unit in self._units):  # it can be neither taken nor dropped any more
+            gradients = self.gradients.of_step()
+            lost = any(handle.done and not handle.succeeded for each in gradients.values() for handle in each.pending)
+            lost = lost or self.rank_group is not None or isinstance(error, BudgetError)
+            if lost and any(unit.updated for unit in self._units):  # it can be neither taken nor dropped any more
                 self._executor.damage.note(error)
             raise
         if self._clip_grad_norm is not None and norms.total is not None:

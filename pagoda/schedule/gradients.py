@@ -92,6 +92,7 @@ class Gradients:
             record.clean = record.clean and not failed
             self.spilling_fails = self.spilling_fails or failed
         elif kind is Kind.RELOAD and failed:
+            self._waiting.pop(record)
             self._unread[record] = None
             self._free(record)
         else:
@@ -153,7 +154,7 @@ class Gradients:
 
     def usable(self, record: GradientRecord) -> bool:
         """Whether an update can read a gradient now. If not, it is brought to RAM."""
-        if record.lacks_buffer and record not in self._unread:
+        if record.lacks_buffer:
             record.wanted = True
             self._wait(record)
         return not (record.lacks_buffer or record.transferring)
@@ -173,7 +174,7 @@ class Gradients:
     def held_back(self) -> tuple[Kind, int] | None:
         """The operation that will probably free the next buffer, and its unit: a SPILL, the first UPDATE, or an OFFLOAD
         of any unit. None if no gradient that autograd has made lacks a buffer."""
-        if not any(record.made for record in self._waiting):
+        if not any(record.made for record in (*self._waiting, *self._unread)):
             return None
         for kind, records in ((Kind.SPILL, self._spilled), (Kind.UPDATE, self._read)):
             for record in records:
@@ -261,7 +262,8 @@ class Gradients:
         self._wait(record)
 
     def _wait(self, record: GradientRecord) -> None:
-        self._waiting[record] = None
+        if record not in self._unread:
+            self._waiting[record] = None
         self.changes = True
 
     def _changed(self, record: GradientRecord) -> None:

@@ -62,12 +62,12 @@ class Interrupt:
         raise self.error
 
     def trace(self, frame: FrameType, what: str, _argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename == interrupts.__file__:
+        if not _is_ours(frame):
             return None
         # Python handles no signal where it closes a generator, which looks like a call, nor where a `with` block ends.
         code = frame.f_code
         closes = what == "call" and bool(code.co_flags & inspect.CO_GENERATOR)
-        ends = code.co_code[frame.f_lasti : frame.f_lasti + 6 : 2] == _ENDS_BLOCK
+        ends = _ENDS_BLOCK in code.co_code[frame.f_lasti : frame.f_lasti + 8 : 2]
         if what in ("call", "line") and not (closes or ends):
             self.left -= 1
             if self.left == 0:
@@ -75,6 +75,14 @@ class Interrupt:
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGALRM)
         return self.trace
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a frame runs Pagoda's code, or torch's at the ends of `with torch.no_grad()` there."""
+    file, caller = frame.f_code.co_filename, frame.f_back
+    if file.endswith("torch/autograd/grad_mode.py") and caller is not None:
+        file = caller.f_code.co_filename
+    return file.startswith(PACKAGE) and file != interrupts.__file__
 
 
 class Case(NamedTuple):
@@ -255,7 +263,8 @@ def wholes(folder: Path, case: Case) -> list[State]:
 
 def interrupted(run: Run, case: Case, at: int) -> tuple[int, bool]:
     """Interrupt a run at a line. Returns how much has been done as a whole, and whether it came so far."""
-    error, done = (KeyboardInterrupt, TimeoutError)[at % 2], 0
+    # torch's load_state_dict() catches an Exception, and tells of it in words only.
+    error, done = KeyboardInterrupt if at % 2 or case.do is load else TimeoutError, 0
     interrupt = Interrupt(at, error, random.Random(at).uniform(1e-5, 1e-3) if case.again else 0.0)
     try:
         with interrupt:

@@ -346,6 +346,19 @@ def test_updates_that_need_the_buffer_of_what_could_not_be_written_begin_once_co
     assert not scheduler.checkpoint_lost
 
 
+def test_a_gradient_that_could_not_be_read_back_is_read_again_once_compute_was_told() -> None:
+    scheduler = with_buffers(1)
+    for unit in (0, 1, 2):
+        made(scheduler, unit)
+    scheduler.end_step(clipped=False)
+    reload = next(op for op in end_all(scheduler, but=Kind.RELOAD) if op.kind is Kind.RELOAD)
+    scheduler.failed(reload)
+    scheduler.access(Access(reload.unit, Phase.FORWARD))
+    assert reload.unit not in units_of(Kind.RELOAD, end_all(scheduler))
+    scheduler.try_again()
+    assert reload.unit in units_of(Kind.UPDATE, end_all(scheduler))
+
+
 def test_a_gradient_does_not_arrive_in_a_buffer_that_an_update_reads() -> None:
     scheduler = with_buffers(2)
     scheduler.gradient(0, complete=True, last=True)

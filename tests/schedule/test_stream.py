@@ -389,8 +389,14 @@ def test_transfers_that_fail_are_tried_again_and_meanwhile_no_block_of_the_updat
     stream.retry()
     assert sorted(begun(stream), key=str) == [(Do.READ, 0, 1), (Do.WRITE, 0, 0)]
     stream.has_written(first, None)
-    assert begun(stream) == [(Do.READ, 0, 2)]
+    (read,) = stream.take()
+    assert (read.do, read.about.index) == (Do.READ, 2)
     stream.has_read(second, OSError("again"))
+    stream.has_read(read.about, None)
+    stream.has_updated(read.about, None)
+    assert begun(stream) == [(Do.UPDATE, 0, 2), (Do.WRITE, 0, 2)]
+    stream.has_written(read.about, None)
+    assert [action.do for action in stream.take()] == [Do.STALL]
     stream.give_up("another")
     assert stream.take() == []
 

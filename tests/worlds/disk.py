@@ -47,9 +47,9 @@ class Drive:
 
     def _fails(self, verb: str) -> bool:
         rules = self._rules
-        if self.healthy or not rules.failures or verb not in rules.fails:
+        if self.healthy or not rules.drive_failures or verb not in rules.fails:
             return False
-        self._is_out = self._rng.random() < (rules.outage if self._is_out else rules.failures)
+        self._is_out = self._rng.random() < (rules.outage if self._is_out else rules.drive_failures)
         return self._is_out
 
 

@@ -229,14 +229,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            self._act(Do.STALL, flow.update, flow.stalled)",
             "            pass",
         ),
-        "an update that waits for a drive goes on with its next block": (
-            " and flow.stalled is None",
-            "",
-        ),
-        "an update is tried again before its blocks that are under way have ended": (
-            "== len(flow.begun) > 0",
-            "> 0",
-        ),
         "what was read ahead for another unit is kept": (
             "if ahead is None or ahead.unit != flow.unit:",
             "if ahead is None:",
@@ -279,6 +271,10 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     store: {
+        "a signal keeps a buffer of the ring": (
+            "with holding_back(), self._ring.one() as slot:",
+            "with self._ring.one() as slot:",
+        ),
         "late weights are loaded over the newest": (
             "numbers = (newest,) if state == WEIGHT_BACK else (newest, 1 - newest)",
             "numbers = (newest, 1 - newest)",
@@ -314,8 +310,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     stepper: {
         "a step that a drive has held up can never be taken": (
-            "mends = self.rank_group is None and isinstance(error, StorageError)",
-            "mends = False",
+            "            lost = lost or ",
+            "            lost = True or ",
         ),
         "a step does not wait until gradients have arrived": (
             "                self.accesses.turn.waiting(gradient.settle)\n",

@@ -108,13 +108,9 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        for record in unread:",
             "        for record in ():",
         ),
-        "a gradient that cannot be read back is tried again without end": (
-            "if record.lacks_buffer and record not in self._unread:",
-            "if record.lacks_buffer:",
-        ),
         "a buffer into which nothing could be read has a gradient": (
-            "            self._unread[record] = None\n            self._free(record)",
-            "            self._unread[record] = None",
+            "            self._unread[record] = None\n            self._free(record)\n",
+            "            self._unread[record] = None\n",
         ),
         "a gradient that could not be spilled is on SSD": (
             "record.clean = record.clean and not failed",

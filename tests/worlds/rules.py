@@ -52,7 +52,7 @@ class Rules:
     clips: bool
     """Whether gradients are often clipped."""
     failures: float
-    """How likely a transfer fails."""
+    """How likely a copy of the device fails."""
     infinite: float
     """How likely a gradient is not finite."""
     checkpoints: float
@@ -76,6 +76,8 @@ class Rules:
     """How likely the drive's next transfer fails too, after one has."""
     fails: tuple[str, ...]
     """Transfers that fail."""
+    drive_failures: float
+    """How likely a transfer of the drive fails."""
     signals: float
     """How likely a signal comes where compute could wait. Its handler raises an error."""
 
@@ -115,7 +117,7 @@ class Rules:
             reorders=rng.choice([0.0, 0.0, 0.3]),
             changes=rng.choice([0.0, 0.0, 0.3]),
             clips=rng.random() < 0.3,
-            failures=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.01, 0.04]),
+            failures=(failures := 0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.01, 0.04])),
             infinite=0.0 if ranks > 1 else rng.choice([0.0, 0.06]) if announced else rng.choice([0.0, 0.0, 0.06]),
             checkpoints=rng.choice([0.0, 0.3, 0.8]),
             keeps_pages=rng.random() < 0.5,
@@ -129,6 +131,7 @@ class Rules:
             outage=rng.choice([0.0, 0.5, 0.9]),
             fails=rng.choice([("read", "write"), ("read",), ("write",)]),
             signals=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.001, 0.004]),
+            drive_failures=failures * rng.choice([1, 1, 8]),
         )
 
     @property
