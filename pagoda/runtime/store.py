@@ -81,8 +81,9 @@ class Store:
         """Number of calls of `write`."""
         self._writing = threading.Lock()
         """Held while elements on SSD are written: threads may write to different parts of one page."""
-        self._replacing = False
-        """Whether every state is being replaced."""
+        self._replaced: set[tuple[int, str, int]] | None = None
+        """While every state is being replaced: the pages of which a part has been written, by unit, extent and first
+        byte."""
         self._open(plan)
         for (_, state), tensor in self._tensors.items():
             if state != GRAD:
@@ -303,16 +304,19 @@ class Store:
                         continue
                 elements.copy_(values[part])
                 self.save(unit, state, offset, window)
+                if self._replaced is not None and elements.nbytes != window.nbytes:
+                    ends = offset, offset + window.nbytes - self.plan.page_bytes
+                    self._replaced.update((unit, state, end) for end in ends)
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Inside, parts of a page can be written even if the page cannot be read. The rest of the page is lost. It will
         be written too, or is not needed."""
-        self._replacing = True
+        self._replaced = set()
         try:
             yield
         finally:
-            self._replacing = False
+            self._replaced = None
 
     def _open_unit(self, unit: UnitSpec) -> None:
         """Take the pages of a unit's extents."""
@@ -469,13 +473,15 @@ class Store:
         try:
             self.load(unit, state, offset, window)
         except StorageError:
-            if not self._replacing:
+            if self._replaced is None:
                 raise
             size = self.plan.page_bytes
             for at in range(0, window.nbytes, size):  # some of them may have been written a moment ago
                 try:
                     self.load(unit, state, offset + at, window[at : at + size])
                 except StorageError:
+                    if (unit, state, offset + at) in self._replaced:
+                        raise
                     torch.frombuffer(window[at : at + size], dtype=torch.uint8).zero_()
             return False
         return True

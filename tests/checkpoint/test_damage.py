@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from files import flip
 from torch import nn
-from zoo import PAGE, RESIDENT
+from zoo import ALL_ON_SSD, PAGE, RESIDENT, squeeze
 
 import pagoda
 from pagoda.errors import StorageError
@@ -141,6 +142,30 @@ def test_a_checkpoint_replaces_a_moment_of_which_no_page_can_be_read(tmp_path: P
         torch.equal(each["exp_avg"], before[at]["exp_avg"]) for at, each in optimizer.state_dict()["state"].items()
     )
     optimizer.close()
+
+
+def test_a_load_fails_if_it_cannot_read_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page has the end of one parameter and the beginning of the next."""
+    (tmp_path / "ssd").mkdir()
+    model: Any = nn.Sequential(*(nn.Linear(40, 40) for _ in range(20)))
+    memory = squeeze(model, ALL_ON_SSD, tmp_path / "ssd", precision="fp32", clipping=False, unit_limit="8KiB")
+    memory = replace(memory, ssd_checkpoints=0)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=0.1), memory=memory, precision="fp32")
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    optimizer.save_checkpoint(tmp_path / "saved")
+    store, wanted = optimizer._engine.store, model.state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "load", lambda *_: fail())
+        with pytest.raises(StorageError):
+            optimizer.load_checkpoint(tmp_path / "saved")
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in wanted.items())
+    optimizer.close()
+
+
+def fail() -> None:
+    raise StorageError("the drive has failed")
 
 
 def test_an_update_that_fails_ends_a_checkpoint_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

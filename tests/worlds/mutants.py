@@ -271,10 +271,6 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     store: {
-        "a signal keeps a buffer of the ring": (
-            "with holding_back(), self._ring.one() as slot:",
-            "with self._ring.one() as slot:",
-        ),
         "late weights are loaded over the newest": (
             "numbers = (newest,) if state == WEIGHT_BACK else (newest, 1 - newest)",
             "numbers = (newest, 1 - newest)",
