@@ -288,7 +288,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._mark_grouped()
             for index, state in enumerate(self._members()):
                 write_entry(state, states.get(index, {}))
-        self._shown_states.forget()
+            self._shown_states.forget()
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Iterate over the name and torch state of each parameter that has been updated, with one in RAM at a time.

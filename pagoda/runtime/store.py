@@ -112,8 +112,7 @@ class Store:
         self.gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
         """unit -> all its gradient extents in RAM. There are several if gradients wait for updates."""
         slots = placement.ring_slots
-        pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
-        self.slots = [self.host.take(pages_per_slot) for _ in range(slots)]
+        self.slots = [self.host.take(placement.pages(HOST, RING) // slots) for _ in range(slots)]
         """Slots through which states on SSD stream. Each serves one block at a time."""
         self._ring = Ring(self.slots)
         """The slots, while no update is in flight."""

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.metrics import StepMetrics, read_metrics
-from pagoda.train.saving import Saving
+from pagoda.train.pending import PendingCheckpoint
 from pagoda.train.session import Session
 from tests.cli.workspace import STEPS, Workspace, curve
 from tests.tiny import LLAMA, at_the_first_batch
@@ -142,7 +142,7 @@ def test_a_signal_after_the_last_step_does_not_stop_the_last_checkpoint(
     wait = PagedOptimizer.wait_for_checkpoint
 
     def interrupted(optimizer: PagedOptimizer) -> None:
-        if sys._getframe(2).f_code is Saving.finish.__code__:  # the last wait of the run
+        if sys._getframe(2).f_code is PendingCheckpoint.finish.__code__:  # the last wait of the run
             signal.raise_signal(signal.SIGINT)
         wait(optimizer)
 
