@@ -124,7 +124,7 @@ class Optim(TensorRule):
         param.grad = gradient
         optimizer = self.kind([param], **self.settings)
         optimizer.param_groups[0].update(self.group)
-        if updated:
+        if updated and states:  # else nothing has been found out about this shape, which a lane must not do
             values = {name: self._value(name, kept) for name, kept in states.items()}
             optimizer.state[param] = self._probe.of("", tuple(weight.shape)).entry(values)
         getattr(optimizer, method)()

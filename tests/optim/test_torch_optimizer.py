@@ -334,3 +334,20 @@ def test_states_without_a_rule_for_their_shape_are_refused_before_the_first_step
     rule = Optim(Sparse)
     with pytest.raises(ConfigError, match=r"cannot update 'p', of shape \[9\].*'chosen'.*no known rule"):
         kept_by(rule, "p", (9,))
+
+
+def test_an_update_tries_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on a thread of its own, where that would put the program's random numbers back."""
+    rule, weight = Optim(torch.optim.SGD, lr=0.5), torch.zeros(3, 5)
+
+    fork, forks = torch.random.fork_rng, []
+
+    def noted(*args: Any, **settings: Any) -> Any:
+        forks.append(args)
+        return fork(*args, **settings)
+
+    monkeypatch.setattr(torch.random, "fork_rng", noted)
+    for step in (1, 2):
+        rule.update(step, weight, torch.ones(3, 5), {})
+    assert torch.equal(weight, torch.full((3, 5), -1.0))
+    assert not forks
