@@ -6,6 +6,7 @@ an event is run by `held_back`, and handlers of signals that come meanwhile run 
 waits by `allowed`, and handlers run at once. (Databases do the same, as PostgreSQL with HOLD_INTERRUPTS.)
 """
 
+import _signal
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ _CANDIDATES = [
     if hasattr(signal, name)
 ]
 # Without the conversion from and to enumerations, which takes longer than the rest.
-_set: Callable[..., Any] = getattr(signal.signal, "__wrapped__", signal.signal)
-_get: Callable[..., Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set: Callable[..., Any] = _signal.signal
+_get: Callable[..., Any] = _signal.getsignal
 _raising: tuple[signal.Signals, ...] = ()
 """The signals that had a handler of Python's when `look` was called last."""
 _held: list[tuple[signal.Signals, Any]] | None = None
