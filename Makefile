@@ -16,13 +16,13 @@ PARALLEL := -n $(shell nproc | awk '{print ($$1 < 4) ? $$1 + 1 : 4}') --dist wor
 
 install: $(STAMP)
 
-# What users install: torch and `pagoda-train[train]`. Without an NVIDIA GPU, torch is its CPU build, 0.2 GB in place of
+# What users install, and what the demo runs: torch and `pagoda-train[train,plot]`. Without an NVIDIA GPU, torch is its CPU build, 0.2 GB in place of
 # about 3; where PyTorch's index cannot be reached, the default build serves.
 $(CORE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	nvidia-smi > /dev/null 2>&1 || $(PIP) --retries 0 --index-url $(CPU_TORCH) torch || true
 	$(PIP) torch
-	$(PIP) -e '.[train]'
+	$(PIP) -e '.[train,plot]'
 	touch $@
 
 # The rest, for tests: trainers, linters, packages that tests compare with.

@@ -6,7 +6,7 @@ an event is run by `held_back`, and handlers of signals that come meanwhile run 
 waits by `allowed`, and handlers run at once. (Databases do the same, as PostgreSQL with HOLD_INTERRUPTS.)
 """
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # the module behind `signal`
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ _CANDIDATES = [
     for name in ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2"]
     if hasattr(signal, name)
 ]
-# Without the conversion from and to enumerations, which takes longer than the rest.
+# Those of `signal` convert from and to enumerations, which takes several times longer.
 _set: Callable[..., Any] = _signal.signal
 _get: Callable[..., Any] = _signal.getsignal
 _raising: tuple[signal.Signals, ...] = ()

@@ -242,3 +242,11 @@ def test_the_command_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.Mo
     write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats(30)])
     (words,) = (words for words in commands(ROOT / "README.md") if words[0] == "train")
     assert main([*words, "--memory.host", "600KiB"]) == 0
+
+
+def test_make_demo_installs_what_its_report_draws_with() -> None:
+    root = Path(__file__).parents[1]
+    assert 'f"report ' in (root / "examples" / "demo.py").read_text()
+    needs = re.findall(r"pagoda-train\[(\w+)\]", (root / "pagoda" / "train" / "page.py").read_text())
+    installed = re.findall(r"-e '\.\[([\w,]+)\]'", (root / "Makefile").read_text())[0].split(",")
+    assert needs and {*needs} <= {*installed}

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
 from pagoda.integrations.settings import record
-from pagoda.integrations.staging import STATE, Staged, delete, delete_remains, removable
+from pagoda.integrations.staging import STATE, Staged, check_replaceable, delete, delete_remains, removable
 from pagoda.memory.identity import partial
 from pagoda.memory.sizes import format_bytes
 from pagoda.optimizer import PagedOptimizer
@@ -214,8 +215,8 @@ class Checkpoints:
             control.should_training_stop = True
 
     def begin_run(self) -> None:
-        """Before the first step: delete the remains of an interrupted run, show the plan, and check the room for
-        checkpoints. Raises StorageError."""
+        """Before the first step: delete the remains of an interrupted run, show the plan, and check that there is room
+        for checkpoints, and nothing of another trainer in their place. Raises StorageError and CheckpointError."""
         if self._mesh.everyone.rank == 0:
             run = Path(self._trainer._get_output_dir(None))
             delete_remains(run, f"{PREFIX_CHECKPOINT_DIR}-", self._places)
@@ -224,7 +225,8 @@ class Checkpoints:
         self._check_room()
 
     def _check_room(self) -> None:
-        """Raises StorageError if the disk has no room for a checkpoint. Says so if it has none for all."""
+        """Raises StorageError if the disk has no room for a checkpoint, and CheckpointError if one would replace
+        another trainer's. Says so if there is no room for all."""
         trainer, args = self._trainer, self._trainer.args
         if args.save_strategy == "no" and not trainer.paging.save_minutes:
             return
@@ -238,6 +240,10 @@ class Checkpoints:
 
         def look() -> None:
             run = Path(args.output_dir).absolute()
+            for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                step = re.fullmatch(r".*-(\d+)", path.name)
+                if step is not None and int(step[1]) > trainer.state.global_step:
+                    check_replaceable(path)
             limit, there = args.save_total_limit, len([*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*")])
             most = max(1, min(due, limit + 1 - there) if limit else due)
             place = next(path for path in (run, *run.parents) if path.is_dir())

@@ -39,8 +39,12 @@ class Staged:
         return removed(self.directory)
 
     def create(self) -> None:
-        """Create it, empty, and lock it. Remains of an interrupted run are deleted."""
+        """Create it, empty, and lock it. Remains of an interrupted run are deleted.
+
+        Raises CheckpointError if its name is that of something without a seal.
+        """
         self.close()
+        check_replaceable(self.directory)
         with storage_errors(f"{self.directory} could not be written"):
             delete(partial(self.directory), self._places)
             delete(self.replaced, self._places)
@@ -51,18 +55,20 @@ class Staged:
 
     def complete(self, replaces: Sequence[Path] = ()) -> None:
         """Seal it, give it its name durably, and mark the directories that it replaces as no longer complete. If this
-        fails, it is deleted."""
+        fails, it is deleted. Raises like `create`."""
+        written = self.path
         try:
+            check_replaceable(self.directory)
             seals.seal(self.path)
             with storage_errors(f"{self.directory} could not be written"):
                 if os.path.lexists(self.directory):
                     seals.begin(self.directory)
                     self.directory.rename(self.replaced)
                 self.path.rename(self.directory)
+                written = self.directory
                 sync_directory(self.directory.parent)
         except BaseException:
-            for path in (self.path, *([] if self.path.exists() else [self.directory])):
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(written, ignore_errors=True)
             raise
         self.close()
         with storage_errors(f"{self.directory} is complete, but what it replaces could not be marked"):
@@ -99,6 +105,15 @@ def delete(directory: Path, places: Sequence[str | Path]) -> None:
             Removable.of(place / STATE).retire()
         remove_leftovers(place, with_ranks(places))
     shutil.rmtree(directory)
+
+
+def check_replaceable(directory: Path) -> None:
+    """Raises CheckpointError if a checkpoint with this path would replace something without a seal."""
+    if os.path.lexists(directory) and (directory.is_symlink() or not _is_ours(directory)):
+        raise CheckpointError(
+            f"{directory} was not written by Pagoda, and a checkpoint would replace it: move it, or name another "
+            "directory for the run."
+        )
 
 
 def _is_ours(directory: Path) -> bool:

@@ -372,14 +372,14 @@ def test_seq2seq_trains_resumes_and_generates_as_the_stock_trainer(paged: Make, 
     def run(kind: type, **more: Any) -> Any:
         settings = {"predict_with_generate": True, "generation_max_length": 6, "optim": "sgd"}
         settings |= {"save_strategy": "steps", "save_steps": 3}
-        args = arguments(tmp_path / "t5", transformers.Seq2SeqTrainingArguments, **settings)
+        args = arguments(tmp_path / kind.__module__, transformers.Seq2SeqTrainingArguments, **settings)
         given = {"model": t5(), "train_dataset": samples(), "eval_dataset": samples(4)}
         trainer = paged(kind=kind, given=given, args=args) if kind is Seq2SeqTrainer else kind(args=args, **given)
         trainer.train(**more)
         return trainer.predict(samples(4)), logged(trainer, "loss")
 
     expected, losses = run(transformers.Seq2SeqTrainer)
-    first = str(tmp_path / "t5" / "checkpoint-3")
+    first = str(tmp_path / Seq2SeqTrainer.__module__ / "checkpoint-3")
     for settings in ({}, {"resume_from_checkpoint": first}):
         found, its = run(Seq2SeqTrainer, **settings)
         assert its == losses

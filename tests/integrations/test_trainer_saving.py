@@ -1,6 +1,5 @@
 """Checkpoints of a Trainer are written while it trains, and appear complete; signals, full disks and settings."""
 
-import errno
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from files import fill_disk
 from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -23,7 +23,7 @@ from integrations.tiny_text import VOCABULARY, memory, model, samples
 from pagoda.checkpoint import snapshot
 from pagoda.cli.main import main
 from pagoda.integrations import seals
-from pagoda.integrations.staging import STATE
+from pagoda.integrations.staging import STATE, Staged
 from pagoda.memory.ssd.orphans import orphans_in
 from pagoda.train import pending
 
@@ -45,19 +45,6 @@ def names(out: Path) -> list[str]:
 
 def weights(checkpoint: Path) -> bytes:
     return (checkpoint / STATE / "weight.safetensors").read_bytes()
-
-
-def fill_disk(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next checkpoints find no room for their manifests."""
-    write, left = snapshot.write_manifest, [times]
-
-    def full(*args: Any) -> None:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(*args)
-
-    monkeypatch.setattr(snapshot, "write_manifest", full)
 
 
 def test_steps_run_while_a_checkpoint_is_written_and_it_has_its_name_once_it_is_complete(
@@ -374,3 +361,26 @@ def test_what_a_crash_has_left_is_completed_or_deleted_and_others_files_stay(pag
     resumed.train(resume_from_checkpoint=True)
     assert resumed._initial_global_step == 3
     assert names(out) == [".checkpoint-9.partial", "checkpoint-3"]
+
+
+def test_what_another_trainer_has_saved_is_not_replaced(paged: Make, tmp_path: Path) -> None:
+    other = tmp_path / "paged" / "checkpoint-2" / "model.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_text("theirs")
+    with pytest.raises(pagoda.CheckpointError, match=r"checkpoint-2 was not written by Pagoda.*move it"):
+        paged(max_steps=2, **EACH).train()
+    with pytest.raises(pagoda.CheckpointError, match="was not written by Pagoda"):
+        Staged(other.parent, ()).create()
+    assert other.read_text() == "theirs"
+
+
+def test_a_checkpoint_stays_if_one_of_the_same_name_cannot_be_completed(tmp_path: Path) -> None:
+    for _ in range(2):
+        staged = Staged(tmp_path / "checkpoint-1", ())
+        staged.create()
+        staged.complete()
+    staged.create()
+    shutil.rmtree(staged.path)
+    with pytest.raises(pagoda.StorageError):
+        staged.complete()
+    seals.check(tmp_path / "checkpoint-1")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from files import fill_disk
 from rich.console import Console
 
 from pagoda.checkpoint import snapshot
@@ -46,19 +47,6 @@ def before_step(number: int, action: Callable[[], object], monkeypatch: pytest.M
         return step(session, index)
 
     monkeypatch.setattr(Session, "step", acting)
-
-
-def fill_disk(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next checkpoints find no room for their manifests."""
-    write, left = snapshot.write_manifest, [times]
-
-    def full(*args: Any) -> None:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(*args)
-
-    monkeypatch.setattr(snapshot, "write_manifest", full)
 
 
 def test_by_default_a_checkpoint_is_saved_after_half_an_hour_of_training(
