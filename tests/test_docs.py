@@ -249,4 +249,5 @@ def test_make_demo_installs_what_its_report_draws_with() -> None:
     assert 'f"report ' in (root / "examples" / "demo.py").read_text()
     needs = re.findall(r"pagoda-train\[(\w+)\]", (root / "pagoda" / "train" / "page.py").read_text())
     installed = re.findall(r"-e '\.\[([\w,]+)\]'", (root / "Makefile").read_text())[0].split(",")
-    assert needs and {*needs} <= {*installed}
+    assert needs
+    assert {*needs} <= {*installed}
