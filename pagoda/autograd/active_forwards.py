@@ -3,7 +3,6 @@
 A block of `resident` is like one long forward: it keeps its leases until it ends, and forwards inside it find them.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -120,6 +119,7 @@ class ActiveForwards:
             finally:
                 self._resident -= new
                 self._end(forward)
+            _check_written(forward)
 
     def check_not_resident(self, what: str) -> None:
         """Raises UsageError inside a block of `resident`, because `what` changes weights."""
@@ -193,20 +193,19 @@ class ActiveForwards:
         forward = _Forward(Phase.BACKWARD if in_backward else Phase.FORWARD)
         try:
             self._accesses.turn.run(self._open, forward, units)
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
         finally:
             self._end(forward)
+        _check_written(forward)
+        return result
 
     def _end(self, forward: _Forward) -> None:
-        """End a forward, also if a signal's handler raises before that has begun. Raises UsageError if the forward has
-        written to a parameter, unless it ends with an error."""
+        """End a forward, also if a signal's handler raises before that has begun."""
         try:
             self._accesses.turn.run(self._close, forward)
         finally:
             if forward in self._running:
                 self._accesses.turn.run(self._close, forward)
-        if forward.written and sys.exc_info()[0] is None:
-            raise UsageError(written_in_forward(forward.written[0]))
 
     def _open(self, forward: _Forward, units: Iterable[LiveUnit]) -> None:
         forward.packs = self._packing.enter()
@@ -242,6 +241,12 @@ class ActiveForwards:
         if written is not None:
             self._accesses.overwritten(unit)
             forward.written.append(written)
+
+
+def _check_written(forward: _Forward) -> None:
+    """Raises UsageError if a forward has written to a parameter."""
+    if forward.written:
+        raise UsageError(written_in_forward(forward.written[0]))
 
 
 def _refuse_transforms() -> None:

@@ -177,6 +177,15 @@ def test_a_write_inside_a_forward_is_refused(write: str, frozen: bool, memory: p
     assert memory is RESIDENT or losses == [step(twin, twin_optimizer) for _ in range(3)]
 
 
+def test_a_write_inside_a_forward_is_refused_while_an_error_is_handled(wrap: Wrap) -> None:
+    model, _ = wrap(Writes(WRITES["clamp"], False), ARENA)
+    try:
+        raise LookupError
+    except LookupError:
+        with pytest.raises(pagoda.UsageError, match="inside a forward"):
+            loss_of(model)
+
+
 @pytest.mark.parametrize("memory", [RESIDENT, ARENA], ids=["ram", "arena"])
 def test_a_write_to_the_data_of_another_modules_parameter_in_a_forward_is_refused(
     memory: pagoda.Memory, wrap: Wrap
