@@ -597,7 +597,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_stream.py",
         ),
         "an update that waits for a drive goes on with its next block": (
-            " and flow.stalled is None",
+            " and flow.suspended_by is None",
             "",
             "schedule/test_stream.py",
         ),

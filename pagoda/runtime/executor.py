@@ -43,7 +43,7 @@ class Executor:
     """EVICT, OUTDATE and ASK of weights to which something still referred."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
-    stall: BaseException | None = None
+    drive_error: BaseException | None = None
     """The error of a drive for which an update or a read of a gradient waits. It is tried again when compute waits
     next."""
     capture: Capture | None = None
@@ -83,8 +83,8 @@ class Executor:
 
     def retry_updates(self) -> None:
         """Try again what updates could not read or write."""
-        if self.stall is not None:
-            self.stall = None
+        if self.drive_error is not None:
+            self.drive_error = None
             self.driver.tell(self._scheduler.try_again)
             self.updates.retry()
 
@@ -92,11 +92,11 @@ class Executor:
         """Raise the error for which compute waits no longer."""
         if self._scheduler.broken:
             self.damage.raise_cause()
-        if self.stall is not None:
+        if self.drive_error is not None:
             raise StorageError(
-                f"{self.stall} -- An update needs this. Nothing is lost: Pagoda tries again when it is used next. "
-                "If the drive cannot be mended, load a checkpoint."
-            ) from self.stall
+                f"{self.drive_error} -- An update needs this. Nothing is lost: Pagoda tries again when it is used "
+                "next. If the drive cannot be mended, load a checkpoint."
+            ) from self.drive_error
 
     def raise_spill_failure(self) -> None:
         """If a SPILL has failed and is not tried again, raise its error, and try it again."""
@@ -113,7 +113,7 @@ class Executor:
     def restored(self, lags: Sequence[int]) -> None:
         """Every state has been replaced, by weights with these `lags`. This is an event."""
         self._scheduler.restored(lags)
-        self.stall = None
+        self.drive_error = None
         self.damage.cause = None
 
     def lend(self, unit: LiveUnit) -> Handle | None:
@@ -204,7 +204,7 @@ class Executor:
         elif operation.kind is Kind.SPILL:
             self.spill_failure = self.spill_failure or error
         elif operation.kind is Kind.RELOAD:
-            self._note_stalled(error)
+            self._note_drive_error(error)
         self._scheduler.failed(operation)
         if self._scheduler.broken:
             self.damage.note(error)
@@ -280,14 +280,14 @@ class Executor:
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
         retried = guess is None and self.share is None  # other ranks would wait
-        stalled = partial(tell, self._note_stalled) if retried else None
+        suspended = partial(tell, self._note_drive_error) if retried else None
         self.updates.submit(
-            RunningUpdate(gradient, gradient.segments, extents, guess, kept, updated, written, used, stalled)
+            RunningUpdate(gradient, gradient.segments, extents, guess, kept, updated, written, used, suspended)
         )
 
-    def _note_stalled(self, error: BaseException) -> None:
+    def _note_drive_error(self, error: BaseException) -> None:
         _log.warning("An update waits for a drive, and is tried again: %s", error)
-        self.stall = error
+        self.drive_error = error
         if self.capture is not None and self._scheduler.checkpoint_reads:
             self.capture.end(error)  # it may wait for this update
 

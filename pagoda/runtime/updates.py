@@ -58,7 +58,7 @@ class RunningUpdate(NamedTuple):
     """Ends when every state is in its home."""
     used: Callable[[], None]
     """Called when the gradient has been read."""
-    stalled: Callable[[BaseException], None] | None = None
+    suspended: Callable[[BaseException], None] | None = None
     """Called when a drive has failed. The update waits for `UpdateStream.retry`. If None, the update fails at once."""
 
     @property
@@ -231,12 +231,12 @@ class UpdateStream:
             self._do[action.do](action.about)
             return
         update: RunningUpdate = action.about
-        if action.do is Do.STALL:
+        if action.do is Do.SUSPEND:
             assert action.error is not None
-            if update.stalled is None or self.gives_up:
+            if update.suspended is None or self.gives_up:
                 self._tell(self._stream.give_up, update)
             else:
-                update.stalled(action.error)
+                update.suspended(action.error)
             return
         weights_on_ssd = self._store.run(update.unit.index, WEIGHT) is not None
         if action.do is Do.USED:

@@ -48,7 +48,7 @@ class Do(Enum):
     """Update a block, then report `has_updated`."""
     WRITE = auto()
     """Write a block's states from its slot, then report `has_written`."""
-    STALL = auto()
+    SUSPEND = auto()
     """Each block of an update that is under way waits for `retry` or `give_up`, because a READ or WRITE has failed."""
     USED = auto()
     """An update has read its gradients. If no states are streamed, it has written them too."""
@@ -101,7 +101,7 @@ class Flow:
     is_used: bool = False
     is_over: bool = False
     """Whether USED and END have been said."""
-    stalled: BaseException | None = None
+    suspended_by: BaseException | None = None
     """The first error of its transfers that will be tried again."""
     error: BaseException | None = None
     """The first error that ends it."""
@@ -127,7 +127,7 @@ class Action(NamedTuple):
     about: Any
     """A Block for READ, UPDATE and WRITE. Otherwise the update that was asked for."""
     error: BaseException | None = None
-    """For STALL: the error of the transfer. For USED and END: the first error that has ended the update."""
+    """For SUSPEND: the error of the transfer. For USED and END: the first error that has ended the update."""
 
 
 class _Updater:
@@ -147,7 +147,8 @@ class _Updater:
 
     def first(self, streamed: bool) -> Flow | None:
         """The first update with blocks that have not begun, among those that are streamed, or that are not."""
-        return next((flow for flow in self.flows if flow.blocks.streamed is streamed and flow.stalled is None), None)
+        flows = (flow for flow in self.flows if flow.suspended_by is None)
+        return next((flow for flow in flows if flow.blocks.streamed is streamed), None)
 
 
 class Stream:
@@ -166,7 +167,7 @@ class Stream:
         """Number of blocks that are being read."""
         self._open = 0
         """Number of updates that were asked for and are not over."""
-        self._stalled: dict[Flow, list[tuple[Do, Block]]] = {}
+        self._suspended: dict[Flow, list[tuple[Do, Block]]] = {}
         """The transfers of each update that have failed and will be tried again."""
         self._actions: list[Action] = []
 
@@ -214,9 +215,9 @@ class Stream:
 
     def retry(self) -> None:
         """Try failed transfers again."""
-        stalled, self._stalled = self._stalled, {}
-        for flow, transfers in stalled.items():
-            flow.stalled = None
+        suspended, self._suspended = self._suspended, {}
+        for flow, transfers in suspended.items():
+            flow.suspended_by = None
             for do, block in transfers:
                 self._reading += do is Do.READ
                 self._act(do, block)
@@ -224,9 +225,9 @@ class Stream:
 
     def give_up(self, update: Any = None) -> None:
         """Try failed transfers of an update, or of all updates, not again. They end their updates."""
-        for flow in [*self._stalled]:
+        for flow in [*self._suspended]:
             if update is None or flow.update is update:
-                self._fail(flow, flow.stalled)
+                self._fail(flow, flow.suspended_by)
         self._go_on()
 
     def refuse(self, error: BaseException) -> None:
@@ -251,7 +252,7 @@ class Stream:
         elif flow.error is not None:
             self._over(block, flow)
         elif error is not None:
-            self._stall(Do.READ, block, error)
+            self._suspend(Do.READ, block, error)
         elif flow.update is None:
             block.is_read = True
         else:
@@ -280,7 +281,7 @@ class Stream:
         """A block's WRITE has ended."""
         assert block.flow is not None
         if error is not None and block.flow.error is None:
-            self._stall(Do.WRITE, block, error)
+            self._suspend(Do.WRITE, block, error)
         else:
             self._over(block, block.flow)
         self._go_on()
@@ -381,7 +382,7 @@ class Stream:
             self._free.append(block.slot)
         if flow.blocks.after:
             flow.written.add(block.index)
-        self._note_stalled(flow)
+        self._note_suspended(flow)
         self._end_if_over(flow)
 
     def _fail(self, flow: Flow, error: BaseException | None) -> None:
@@ -394,21 +395,21 @@ class Stream:
         for block in [block for block in updater.waiting if block.flow is flow]:
             updater.waiting.remove(block)
             self._over(block, flow)
-        for _, block in self._stalled.pop(flow, ()):
+        for _, block in self._suspended.pop(flow, ()):
             self._over(block, flow)
         self._end_if_over(flow)
 
-    def _stall(self, do: Do, block: Block, error: BaseException) -> None:
+    def _suspend(self, do: Do, block: Block, error: BaseException) -> None:
         flow = block.flow
         assert flow is not None
-        flow.stalled = flow.stalled or error
-        self._stalled.setdefault(flow, []).append((do, block))
-        self._note_stalled(flow)
+        flow.suspended_by = flow.suspended_by or error
+        self._suspended.setdefault(flow, []).append((do, block))
+        self._note_suspended(flow)
 
-    def _note_stalled(self, flow: Flow) -> None:
-        """Say so once nothing else of a stalled update is under way."""
-        if len(self._stalled.get(flow, ())) == len(flow.begun) > 0:
-            self._act(Do.STALL, flow.update, flow.stalled)
+    def _note_suspended(self, flow: Flow) -> None:
+        """Say so once nothing else of a suspended update is under way."""
+        if len(self._suspended.get(flow, ())) == len(flow.begun) > 0:
+            self._act(Do.SUSPEND, flow.update, flow.suspended_by)
 
     def _forget(self, flow: Flow) -> None:
         """A flow has no block that has not begun."""

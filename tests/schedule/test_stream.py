@@ -93,8 +93,8 @@ class Lanes:
 
     def collect(self) -> None:
         for action in self.stream.take():
-            if action.do is Do.STALL:
-                self.stalled(action.about)
+            if action.do is Do.SUSPEND:
+                self.suspended(action.about)
                 continue
             if action.do in (Do.USED, Do.END):
                 self.note(action)
@@ -113,7 +113,7 @@ class Lanes:
             assert len(places) == len(set(places))
             assert set(places) <= set(range(self.plan.places[updater]))
 
-    def stalled(self, update: Asked) -> None:
+    def suspended(self, update: Asked) -> None:
         assert not [block for _, block, _ in self.pending if block.update is update]
         if self.rng.random() < 0.5 * self.fails:
             self.stream.give_up(update)
@@ -384,8 +384,8 @@ def test_transfers_that_fail_are_tried_again_and_meanwhile_no_block_of_the_updat
     stream.has_updated(first, None)
     assert begun(stream) == [(Do.WRITE, 0, 0)]
     stream.has_written(first, OSError("write"))
-    (stall,) = stream.take()
-    assert (stall.do, stall.about, str(stall.error)) == (Do.STALL, "it", "read")
+    (said,) = stream.take()
+    assert (said.do, said.about, str(said.error)) == (Do.SUSPEND, "it", "read")
     stream.retry()
     assert sorted(begun(stream), key=str) == [(Do.READ, 0, 1), (Do.WRITE, 0, 0)]
     stream.has_written(first, None)
@@ -396,7 +396,7 @@ def test_transfers_that_fail_are_tried_again_and_meanwhile_no_block_of_the_updat
     stream.has_updated(read.about, None)
     assert begun(stream) == [(Do.UPDATE, 0, 2), (Do.WRITE, 0, 2)]
     stream.has_written(read.about, None)
-    assert [action.do for action in stream.take()] == [Do.STALL]
+    assert [action.do for action in stream.take()] == [Do.SUSPEND]
     stream.give_up("another")
     assert stream.take() == []
 

@@ -68,7 +68,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            pass\n",
         ),
         "who waits is not told that a gradient cannot be read back": (
-            "        elif operation.kind is Kind.RELOAD:\n            self._note_stalled(error)\n",
+            "        elif operation.kind is Kind.RELOAD:\n            self._note_drive_error(error)\n",
             "",
         ),
         "a checkpoint waits for an update that waits for a drive": (
@@ -90,7 +90,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            raise",
         ),
         "compute waits for a drive that fails": (
-            " or self._executor.stall is not None",
+            " or self._executor.drive_error is not None",
             "",
         ),
     },
@@ -214,11 +214,11 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "",
         ),
         "an update whose transfers are given up is not over": (
-            "                self._fail(flow, flow.stalled)",
+            "                self._fail(flow, flow.suspended_by)",
             "                pass",
         ),
         "a block that could not be read is updated": (
-            "            self._stall(Do.READ, block, error)",
+            "            self._suspend(Do.READ, block, error)",
             "            self._may_update(block, flow)",
         ),
         "a block that could not be written is over": (
@@ -226,7 +226,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        if False:\n",
         ),
         "nobody hears of an update that waits for a drive": (
-            "            self._act(Do.STALL, flow.update, flow.stalled)",
+            "            self._act(Do.SUSPEND, flow.update, flow.suspended_by)",
             "            pass",
         ),
         "what was read ahead for another unit is kept": (
