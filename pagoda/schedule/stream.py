@@ -147,8 +147,8 @@ class _Updater:
 
     def first(self, streamed: bool) -> Flow | None:
         """The first update with blocks that have not begun, among those that are streamed, or that are not."""
-        flows = (flow for flow in self.flows if flow.suspended_by is None)
-        return next((flow for flow in flows if flow.blocks.streamed is streamed), None)
+        flows = (flow for flow in self.flows if flow.blocks.streamed is streamed and flow.suspended_by is None)
+        return next(flows, None)
 
 
 class Stream:
