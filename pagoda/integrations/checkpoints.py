@@ -97,7 +97,8 @@ class Checkpoints:
                 if self._mesh.everyone.rank == 0:
                     now.staged.complete(now.replaced)
                 return
-            states = [path / STATE for path in (*now.replaced, now.staged.replaced)]
+            same = [now.staged.replaced] if directory.exists() else []
+            states = [path / STATE for path in (*now.replaced, *same)]
             self.optimizer.save_checkpoint(
                 now.staged.state,
                 record(trainer),
