@@ -82,13 +82,25 @@ def _parsed(config: ScriptConfig, own: Collection[str]) -> Any:
 @contextmanager
 def _paged(name: str, paging: Paging) -> Iterator[None]:
     """Inside, `trl` has a trainer with its state in pages under the name of its own one. A script of TRL imports its
-    trainer from there when it runs, and takes no other. Afterwards, pages are closed."""
-    stock, made = getattr(trl, name), []
+    trainer from there when it runs, and takes no other. Pages are closed at the end of the script, as long as the ranks
+    still have their process group, or when the script fails."""
+    stock, trainers = getattr(trl, name), []
 
     class Paged(PagedTrainerMixin, stock):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, paging=paging, **kwargs)
-            made.append(self)
+            trainers.append(self)
+
+        def end(self) -> None:
+            close()
+            super().end()
+
+    def close() -> None:
+        for trainer in trainers:
+            for optimizer in (trainer._paged, trainer._reference):
+                if optimizer is not None:
+                    optimizer.close()
+        trainers.clear()
 
     Paged.__name__ = name
     setattr(trl, name, Paged)
@@ -96,9 +108,7 @@ def _paged(name: str, paging: Paging) -> Iterator[None]:
         yield
     finally:
         setattr(trl, name, stock)
-        for optimizer in (paged for trainer in made for paged in (trainer._paged, trainer._reference)):
-            if optimizer is not None:
-                optimizer.close()
+        close()
 
 
 def _paging(config: ScriptConfig, training: Any, refers: bool) -> Paging:
