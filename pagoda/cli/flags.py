@@ -27,7 +27,7 @@ def parsed(config: Callable[..., _T], args: list[str], prog: str, default: _T | 
     Raises ConfigError for an unknown flag, and what the settings refuse. Raises SystemExit after help, and after tyro
     has printed what it cannot read.
     """
-    names = [flag(name) for name, _ in _settings(config)]  # type: ignore[arg-type]
+    names = [flag(name) for name, _ in settings_of(config)]  # type: ignore[arg-type]
     given: dict[str, Any] = {} if default is None else {"default": default}
     complaint = io.StringIO()
     try:
@@ -76,7 +76,7 @@ def with_flags(message: str, config: type | None) -> str:
     """A message about settings in Python with the names that their flags have, as far as `config` has such flags."""
     if config is None:
         return message
-    names = {name for name, _ in _settings(config)}
+    names = {name for name, _ in settings_of(config)}
     unusual = sorted((name for name in names if "_" in name or "." in name), key=len, reverse=True)
     several = "|".join(map(re.escape, unusual))
     call = r"(?:pagoda\.)?(?:wrap|Paging|Memory|Tiles|Updates|MixedPrecision|Activations)\((\w+)=([^()]*)\)"
@@ -97,12 +97,12 @@ def with_flags(message: str, config: type | None) -> str:
     return re.sub(r"^(\w+)(?= is )", lambda match: flag(match[1]) if match[1] in names else match[0], message)
 
 
-def _settings(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, type) of every setting that has a flag."""
     hints = get_type_hints(config, include_extras=True)
     for field in fields(config):
         hint = hints[field.name]
         if is_dataclass(hint):
-            yield from _settings(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            yield from settings_of(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
         elif tyro.conf.Suppress not in getattr(hint, "__metadata__", ()):
             yield prefix + field.name, hint

@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from pagoda.cli.flags import value_of
+from pagoda.cli.flags import settings_of, value_of
 from pagoda.config.commands import ScriptConfig
 from pagoda.config.decode import decoded
+from pagoda.config.settings import flag
 from pagoda.errors import check_installed
 from pagoda.train.settings_file import read_yaml
 
@@ -27,7 +28,8 @@ def run(config: ScriptConfig, console: Console) -> int:
 
     if compute_device(config.memory).type == "cpu":
         keep_freed_memory()
-    run_script(config, _settings_in_files(type(config)))
+    flags = [flag(name) for name, _ in settings_of(type(config))]
+    run_script(config, flags, _settings_in_files(type(config)))
     return 0
 
 

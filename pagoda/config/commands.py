@@ -43,8 +43,6 @@ class ScriptConfig(Settings):
     activations: ActivationMode | None = None
     """What happens to activations: keep, recompute, offload, recompute+offload or auto, as for `pagoda train`. It
     replaces TRL's --gradient_checkpointing, which by default recomputes them."""
-    tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are cut into tiles."""
     update: UpdateMode = "sync"
     """sync: forward reads weights with all earlier updates. async: they lack the last step's, which changes results."""
     autocast: bool = False

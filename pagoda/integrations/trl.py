@@ -12,7 +12,6 @@ import trl
 
 from pagoda.config.commands import ReferringConfig, ScriptConfig
 from pagoda.config.memory import FIRST_SHARE, Memory
-from pagoda.config.training import Tiles
 from pagoda.errors import ConfigError, unknown_name
 from pagoda.integrations.paging import Paging
 from pagoda.integrations.transformers import PagedTrainerMixin
@@ -24,12 +23,12 @@ _PART = 4
 """The reference model has a quarter of the memory: its weights, next to weights and two moments, all in fp32."""
 
 
-def run_script(config: ScriptConfig, own: Collection[str]) -> None:
-    """Run a script of TRL as `trl` does, in this process. `own` are the settings in its file that are not TRL's.
+def run_script(config: ScriptConfig, flags: Collection[str], own: Collection[str]) -> None:
+    """Run a script of TRL as `trl` does, in this process. `flags` are Pagoda's, and `own` its settings in files.
 
     Raises ConfigError for flags that cannot be read, and the errors of `PagedTrainerMixin`.
     """
-    script, training, model, data = _parsed(config, own)
+    script, training, model, data = _parsed(config, flags, own)
     if not (script.dataset_name or data.datasets):
         raise ConfigError("--dataset_name is missing: name a dataset of the Hub, or a folder with its files")
     if not model.model_name_or_path:
@@ -55,14 +54,14 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError(message)
 
 
-def _parsed(config: ScriptConfig, own: Collection[str]) -> Any:
+def _parsed(config: ScriptConfig, flags: Collection[str], own: Collection[str]) -> Any:
     """The configurations of a script. Raises ConfigError for flags, and settings in a file, that it does not have."""
     parser = parser_of(config.script)
     instead = [] if config.activations is None else ["--gradient_checkpointing", "False"]
     args = [*instead, *config.others]
     given = [arg for arg in parser.parse_known_args(args)[1] if arg != "--config"]
     if unknown := next((arg.partition("=")[0] for arg in given if arg.startswith("--")), None):
-        known = [option for action in parser._actions for option in action.option_strings]
+        known = [*flags, *(option for action in parser._actions for option in action.option_strings)]
         prog = f"pagoda {config.script}"
         raise unknown_name(unknown, known, f"{prog} has no flag {unknown!r}.", f"`{prog} --help` lists all.")
     try:
@@ -122,7 +121,6 @@ def _paging(config: ScriptConfig, training: Any, refers: bool) -> Paging:
         reference=reference,
         optimizer=_rule(config, training),
         activations=config.activations or "keep",
-        tiles=None if config.tile_limit is None else Tiles(tile_limit=config.tile_limit),
         update=config.update,
         autocast=config.autocast and bool(training.bf16),
         skip_non_finite=config.skip_non_finite,

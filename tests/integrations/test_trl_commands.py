@@ -142,6 +142,7 @@ def test_what_cannot_be_read_is_named(here: Path, capsys: pytest.CaptureFixture[
     (here / "wrong.yaml").write_text("memory: {hosts: 1MiB}\n")
     cpu = "--use_cpu"
     assert "no flag '--betta'. Did you mean '--beta'?" in refusal(capsys, "dpo", "--betta", "0.1")
+    assert "Did you mean '--memory.host'?" in refusal(capsys, "dpo", "--memory.hots", "1GiB")
     assert refusal(capsys, "dpo", cpu, "--beta", "x") == "argument --beta: invalid float value: 'x'"
     assert "--memory.host: 'x' is not a size" in refusal(capsys, "reward", "--memory.host", "x")
     assert "no flag '--reference.host'" in refusal(capsys, "reward", "--reference.host", "1GiB")
