@@ -12,7 +12,7 @@ from tests.text_files import chats, write_lines, write_pretrained
 TRAIN, CHATS = "train --model model", "train --model model --data chats.jsonl"
 WRONG = {
     # the command and its flags
-    "": r"a command is missing\. Commands: train, data,",
+    "": r"a command is missing\. Commands: train, dpo,",
     "trian": r"no command 'trian'\. Did you mean 'train'\?",
     f"{CHATS} --stepz 4": r"pagoda train has no flag or argument '--stepz'\. Did you mean '--steps'\?",
     f"{CHATS} --optim.rl=3": r"'--optim\.rl'\. Did you mean '--optim\.lr'\?",
