@@ -521,7 +521,7 @@ def noting(use: Callable[[Loop], Any]) -> Action:
 
     def noted(of: Loop) -> None:
         state = of.optimizer.state
-        for param in () if of.paged else [param for param in of.params if param in state]:
+        for param in [param for param in of.params if param in state]:
             state[param] = state.pop(param)
         of.note(use(of))
 
