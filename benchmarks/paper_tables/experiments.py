@@ -127,8 +127,8 @@ def zero_cache() -> Experiment:
         ("the same, 8 x 200 Gb/s", "—", _result(fast), "—"),
     ]
     text = """\
-Articles on AngelPTM: A100-40G nodes with 1 TB of RAM and 100 Gb/s between nodes, against DeepSpeed 0.8.1. They give
-ratios. Assumed: 4 sequences of 1,024 a GPU, and the speed of DeepSpeed that PatrickStar measured on such a node."""
+Articles on AngelPTM: A100-40G nodes with 1 TB of RAM, against DeepSpeed 0.8.1. Assumed: 4 sequences of 1,024 a GPU, and
+the speed of DeepSpeed that PatrickStar measured on such a node."""
     plot = Plot(
         "papers_zero_cache",
         "",
