@@ -65,10 +65,9 @@ EXPERIMENTS_INTRODUCTION = """\
 # The papers' experiments, simulated
 
 `python benchmarks/papers.py` writes this page. **Nothing was run.** The papers' figures were measured; Pagoda's are
-simulated, without latency and imbalance. A GPU computes at the rate `reached` in `pagoda/simulate/machines.py`: 70
-TFLOP/s for a V100, 187 for an A100. So a ratio above 1 means that copies, updates and collectives end before compute
-where the paper's did not, and not that a run reaches that rate. TFLOP/s are of one GPU unless stated otherwise, with
-recomputation. A batch is of one GPU, in sequences.
+simulated, without latency and imbalance, at the rates in `pagoda/simulate/machines.py`: 70 TFLOP/s for a V100, 187 for
+an A100. So a ratio above 1 means that transfers end before compute where the paper's did not. TFLOP/s are of one GPU
+unless stated otherwise, with recomputation. A batch is of one GPU, in sequences.
 
 Each case is planned as `pagoda plan` does it: AdamW in bf16 with fp32 moments, ZeRO stage 3, data parallel, one
 micro-batch, clipping, recomputed layers. Pages may use nine tenths of RAM and drives, and what CUDA (1 GiB) and
