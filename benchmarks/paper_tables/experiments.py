@@ -329,5 +329,5 @@ def sections(made: Sequence[Experiment]) -> Iterator[str]:
     """The page's text, without its introduction."""
     for experiment in made:
         yield f"\n## {experiment.title}\n\n{experiment.text}\n"
-        yield f"![{experiment.title}: {experiment.plot.ylabel}]({experiment.plot.name}.png)\n"
+        yield f"![{experiment.plot.ylabel}]({experiment.plot.name}.png)\n"
         yield "\n".join(experiment.table)
