@@ -9,10 +9,9 @@ import glob
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,12 @@ _TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv"}
 """Formats that also occur among source code. They hold records if they are named, or are most files of a folder."""
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
 _NEEDS_DATASETS = "data are read with datasets: pip install 'pagoda-train[train]'"
-_LARGE_BYTES = 64 << 20
-"""Larger texts are read in pieces."""
 _BATCH_ROWS = 1024
-"""Rows of Parquet, or lines of a large text, that are read at a time."""
-_NOT_UTF8, _NUL = "not UTF-8 text", "pagoda-nul"
+"""Rows of Parquet, or lines of a text, that are read at a time."""
+_SMALL_BYTES, _MOST_WHOLE_BYTES = 128 << 10, 64 << 20
+"""Texts up to the first size are one piece. Up to the second one, they are read whole before they are used, so that a
+file of a folder that is not text can be left out."""
+_NUL = "pagoda-nul"
 codecs.register_error(_NUL, lambda error: ("\0", error.end))  # type: ignore[attr-defined]
 
 
@@ -157,57 +157,51 @@ def _table_rows(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Lines of JSON. A .json file may be one list, of rows or of messages."""
-    lines = ((number, row["text"]) for number, row in enumerate(_text_rows([path], "line"), 1) if row["text"].strip())
-    if _suffix(path) == ".json" and next(lines, (0, ""))[1].lstrip().startswith("["):
+    """Lines of JSON, or why they cannot be read. A .json file may be one list, of rows or of messages."""
+    first_line = next(iter(_text_rows([path], "line")), {"text": ""})["text"]
+    if _suffix(path) == ".json" and first_line.lstrip().startswith("["):
         rows = json.loads(next(iter(_text_rows([path], "document")))["text"])
-        whole = are_messages(rows)
-        yield from ((f"{path}, entry {number}", row) for number, row in enumerate([rows] if whole else rows, 1))
+        entries = enumerate([rows] if are_messages(rows) else rows, 1)
+        yield from ((f"{path}, entry {number}", row) for number, row in entries)
         return
-    for number, line in (
-        (n, row["text"]) for n, row in enumerate(_text_rows([path], "line"), 1) if row["text"].strip()
-    ):
+    for number, line in enumerate(_text_rows([path], "line"), 1):
+        if not line["text"].strip():
+            continue
         try:
-            row = json.loads(line)
+            row = json.loads(line["text"])
         except (ValueError, RecursionError) as error:
             row = ConfigError(f"not JSON: {error}. Each line must be one record, or a .json file one list of records")
         yield f"{path}, line {number}", row
 
 
-def _texts(files: tuple[Path, ...], seen: Seen) -> Iterator[Document]:
-    """Each file as a text. One that is not UTF-8 is refused if it is alone or large, and left out otherwise."""
-    for large, group in groupby(files, lambda path: path.stat().st_size > _LARGE_BYTES):
-        paths = [*group]
-        rows = iter(() if large else _text_rows(paths, "document"))
-        for path in paths:
-            with _reading(path):
-                if large:
-                    yield from _pieces(path)
-                    continue
-                text: str = next(rows)["text"]
-            if "\0" not in text:
-                yield Document(str(path), text)
-            elif len(files) == 1:
-                raise _not_utf8(path, text)
+def _texts(files: Sequence[Path], seen: Seen) -> Iterator[Document]:
+    """Each file as a text, in pieces that end with a line. Files that are not UTF-8 are left out of several, unless
+    they are very large."""
+    sizes = {path: path.stat().st_size for path in files}
+    small = [path for path in files if sizes[path] <= _SMALL_BYTES]
+    whole = iter(_text_rows(small, "document") if small else ())
+    for path in files:
+        with _reading(path):
+            if sizes[path] <= _SMALL_BYTES:
+                pieces: Iterable[str] = [next(whole)["text"]]
             else:
-                seen.skipped.append((str(path), _NOT_UTF8))
-
-
-def _pieces(path: Path) -> Iterator[Document]:
-    """A text in pieces that end with a line."""
-    line, before = 1, ""
-    for rows in _text_rows([path], "line").iter(_BATCH_ROWS):
-        if before:
-            yield Document(str(path), before, begins=line == 1, ends=False)
-        line, before = line + before.count("\n"), "".join(rows["text"])
-        if "\0" in before:
-            raise _not_utf8(path, before, line)
-    yield Document(str(path), before, begins=line == 1)
-
-
-def _not_utf8(path: Path, text: str, line: int = 1) -> ConfigError:
-    line += text.count("\n", 0, text.index("\0"))
-    return ConfigError(f"{path}, line {line}: {_NOT_UTF8}: convert it, as with iconv, or leave it out")
+                pieces = ("".join(rows["text"]) for rows in _text_rows([path], "line").iter(_BATCH_ROWS))
+            if len(files) > 1 and sizes[path] <= _MOST_WHOLE_BYTES:
+                pieces = [*pieces]
+                if any("\0" in piece for piece in pieces):
+                    seen.skipped.append((str(path), "not UTF-8 text"))
+                    continue
+            line, before = 1, ""
+            for piece in pieces:
+                if "\0" in piece:
+                    line += (before + piece[: piece.index("\0")]).count("\n")
+                    raise ConfigError(
+                        f"{path}, line {line}: not UTF-8 text: convert it, as with iconv, or leave it out"
+                    )
+                if before:
+                    yield Document(str(path), before, begins=line == 1, ends=False)
+                line, before = line + before.count("\n"), piece
+            yield Document(str(path), before, begins=line == 1)
 
 
 def _text_rows(paths: Sequence[Path], by: str) -> Any:

@@ -62,7 +62,7 @@ def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path, monkeypatch:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "one.txt").write_text("zwei ä drei", encoding="utf-8")
     (tmp_path / "a.txt").write_text("eins")
-    (tmp_path / "c.bin").write_bytes(b"a\0b")
+    (tmp_path / "c.bin").write_bytes(b"a\0b" * 100_000)
     (tmp_path / "d.txt").write_bytes(b"caf\xe9")
     (tmp_path / "small.json").write_text("{}")
     (tmp_path / ".hidden").write_text("secret")
@@ -77,13 +77,16 @@ def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path / "b")
     assert text_of(open_tokens("../a*")) == "eins"
     assert text_of(open_tokens(f"{tmp_path}/.hid*")) == "secret"
+    monkeypatch.setattr("pagoda.train.sources._MOST_WHOLE_BYTES", 200_000)
+    with pytest.raises(ConfigError, match=r"c\.bin, line 1: not UTF-8 text"):
+        read(tmp_path)
 
 
 def test_texts_end_with_the_tokenizers_own_end_and_a_long_one_has_the_tokens_of_the_whole(
     model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read in pieces that end with a line."""
-    monkeypatch.setattr("pagoda.train.sources._LARGE_BYTES", 1000)
+    monkeypatch.setattr("pagoda.train.sources._SMALL_BYTES", 1000)
     monkeypatch.setattr("pagoda.train.sources._BATCH_ROWS", 7)
     long = "\n".join(line.strip() for line in TEXT.splitlines() if line.strip())
     (tmp_path / "a.txt").write_text(TEXT[:500])
@@ -455,7 +458,7 @@ def test_damaged_tokens_are_refused(name: str, model: ModelTokenizer, tmp_path: 
 def test_ram_does_not_grow_with_text(model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python holds while it tokenises; the tokens themselves are mapped from the file."""
     peaks = []
-    monkeypatch.setattr("pagoda.train.sources._LARGE_BYTES", 1 << 11)
+    monkeypatch.setattr("pagoda.train.sources._SMALL_BYTES", 1 << 11)
     monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 1 << 12)
     for times in (1, 4):
         path = tmp_path / f"{times}.txt"
@@ -510,7 +513,7 @@ def test_a_tokenizer_that_cannot_be_read_is_never_replaced_by_bytes(tmp_path: Pa
 
 def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that is read in pieces has them once."""
-    monkeypatch.setattr("pagoda.train.sources._LARGE_BYTES", 16)
+    monkeypatch.setattr("pagoda.train.sources._SMALL_BYTES", 16)
     monkeypatch.setattr("pagoda.train.sources._BATCH_ROWS", 1)
     made = tokenizer(bos_token="<|im_start|>")
     made.backend_tokenizer.post_processor = TemplateProcessing(
