@@ -1,5 +1,8 @@
 """Data sets of the Hugging Face Hub, several data at once, and prompts with completions."""
 
+import io
+import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +133,9 @@ def test_a_run_trains_on_one_split_evaluates_on_the_other_and_finds_its_data_in_
 ) -> None:
     config = tiny_run(tmp_path, data=NAME, eval_data=NAME, steps=2, eval_every=2, cache=tmp_path / "cache")
     _, shown = trained(config)
-    assert len([line for line in shown.splitlines() if line.startswith("Data: org/talks, 1 document, ")]) == 2
+    counts = [len(f"main {split} {TEXT * 20}") for split in ("train", "test")]
+    read = [line for line in shown.splitlines() if line.startswith("Data:")]
+    assert read == [f"Data: org/talks, 1 document, {n} tokens, of which the loss counts 100%" for n in counts]
     assert (tmp_path / "run" / "evals.jsonl").exists()
     on = replace(config, steps=4, resume=True, dataset_revision="v2")
     with pytest.raises(CheckpointError, match="was trained on another text than data 'org/talks'"):
@@ -216,12 +221,30 @@ def test_a_completion_without_a_token_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_table_keeps_what_looks_like_numbers_and_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("question\tanswer\n1.10\t007\nNA\tNone\n")
-    said = [[message["content"] for message in document.messages] for document in read(tmp_path / "a.tsv")]
-    assert said == [["1.10", "007"], ["NA", "None"]]
+    for pairs in ([["1.10", "007"], ["2.50", "010"]], [["NA", "None"], ["nan", "null"]]):
+        (tmp_path / "a.tsv").write_text("\n".join("\t".join(pair) for pair in [["question", "answer"], *pairs]))
+        said = [[message["content"] for message in document.messages] for document in read(tmp_path / "a.tsv")]
+        assert said == pairs
 
 
 def test_records_may_differ_in_their_keys_far_into_a_file(tmp_path: Path) -> None:
     """datasets' own reader of JSON takes the keys of the first 10 MB for those of all."""
     rows = [{"text": "x" * 1_000_000}] * 12 + [{"content": "late", "more": {"a": 1}}]
     assert read(write_lines(tmp_path / "a.jsonl", rows))[-1].text == "late"
+
+
+def test_the_texts_of_a_webdataset_are_read(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("one", "two"):
+            for kind, content in (("txt", name), ("json", "{}")):
+                info = tarfile.TarInfo(f"{name}.{kind}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content.encode()))
+    assert [document.text for document in read(tmp_path)] == ["one", "two"]
+
+
+def test_without_datasets_it_is_named_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_run(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"data are read with datasets: pip install 'pagoda-train\[train\]'"):
+        trained(config)
