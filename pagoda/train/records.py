@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from reprlib import repr as short
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from pagoda.errors import ConfigError
 from pagoda.train.seen import ROLES, Seen, first
@@ -80,9 +80,10 @@ def read_row(row: Any, where: str, column: str | None, seen: Seen) -> Document |
     return document
 
 
-def are_messages(row: Any) -> bool:
-    """Whether a row is a list of messages."""
-    return isinstance(row, list) and bool(row) and all(isinstance(r, Mapping) and {*r} & {"role", "from"} for r in row)
+def are_messages(value: Any) -> TypeGuard[list[Any]]:
+    """Whether a value is a list of messages."""
+    keys = {"role", "from"}
+    return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) and keys & {*v} for v in value)
 
 
 def is_empty(value: Any) -> bool:
@@ -98,32 +99,33 @@ def _read(left: dict[str, Any], row: Mapping[str, Any], column: str | None) -> t
     lists = [name for name in _CONVERSATIONS if is_empty(row.get(name)) or _listed(row[name]) is not None]
     names = [name for name in ([column] if column is not None else [*lists, *_TEXTS]) if name in row]
     pairs = [pair for pair in _PAIRS.items() if column is None and {*pair} <= row.keys()]
-    for name in (name for name in names if name in left):
-        value = left.pop(name)
-        turns = _listed(value) if name in _CONVERSATIONS or not isinstance(value, str) else None
-        if turns is not None:
-            return name, _conversation(left, _messages(name, turns))
-        if not isinstance(value, str):
-            raise ConfigError(f"{name} is a {type(value).__name__}, not text. Name another with --column")
-        if column is None and "role" in left:
-            raise ConfigError(
-                "a single message, where a record or a list of messages should be: put the messages of a conversation "
-                f"into one record, or read {name} as texts with --column {name}"
-            )
-        return name, {"text": value}
-    for asked, answered in (pair for pair in pairs if {*pair} <= left.keys()):
-        return f"{asked} and {answered}", _pair(left, asked, answered)
     if not names and not pairs:
         known = f"is known to hold text or a conversation ({_KNOWN})"
         raise ConfigError(f"none of its columns ({_names(row)}) {known}. Name the column with --column")
-    return None
+    name = next((name for name in names if name in left), None)
+    pair = next((pair for pair in pairs if {*pair} <= left.keys()), None)
+    if name is None:
+        return None if pair is None else (" and ".join(pair), _pair(left, *pair))
+    value = left.pop(name)
+    turns = _listed(value) if name in _CONVERSATIONS or not isinstance(value, str) else None
+    if turns is not None:
+        return name, _conversation(left, _messages(name, turns))
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is a {type(value).__name__}, not text. Name another with --column")
+    if column is None and "role" in left:
+        raise ConfigError(
+            "a single message, where a record or a list of messages should be: put the messages of a conversation "
+            f"into one record, or read {name} as texts with --column {name}"
+        )
+    return name, {"text": value}
 
 
 def _pair(left: dict[str, Any], asked: str, answered: str) -> dict[str, Any]:
     """A question with its answer. TRL's prompt and completion are texts, or lists of messages; of both, the loss counts
     the completion alone. All others are what a user and an assistant say."""
     question, answer = left.pop(asked), left.pop(answered)
-    if asked == "prompt" and (before := _listed(question)) is not None and (after := _listed(answer)) is not None:
+    before, after = _listed(question), _listed(answer)
+    if asked == "prompt" and are_messages(before) and are_messages(after):
         said = _messages(asked, before)
         said = [{**message, "train": False} if message["role"] == "assistant" else message for message in said]
         return _conversation(left, [*said, *_messages(answered, after)])

@@ -212,6 +212,11 @@ def test_a_prompt_of_bytes_is_not_counted(tmp_path: Path) -> None:
     assert [batches.targets_of_step(step) for step in range(3)] == [int((each != IGNORED).sum()) for each in labels]
 
 
+def test_texts_that_look_like_lists_are_texts(tmp_path: Path) -> None:
+    (document,) = read(write_lines(tmp_path / "a.jsonl", [{"prompt": "[1, 2]", "completion": '[{"a": 3}]'}]))
+    assert (document.prompt, document.text) == ("[1, 2]", '[{"a": 3}]')
+
+
 def test_a_completion_without_a_token_is_left_out(tmp_path: Path) -> None:
     seen = Seen()
     rows = [{"prompt": "hi", "completion": ""}, {"prompt": "hi", "completion": "yes"}, {"prompt": "hi"}]
