@@ -19,8 +19,8 @@ class DataConfig(Reading):
     """Say what `pagoda train` would read from data, ignore and leave out. That is: formats, roles, lengths, the share
     of tokens that the loss counts, keys that nothing reads, what is left out or cut and why, and one example."""
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A file, a folder, a glob in quotes, or stdlib, as in --data of `pagoda train`."""
+    data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """Files, folders, globs in quotes, data sets of the Hugging Face Hub, or stdlib, as in --data of `pagoda train`."""
     model: str
     """The model that `pagoda train` would train, which gives the tokenizer and the longest sequence: a Hugging Face
     directory, ORG/NAME in the local Hugging Face cache, or a built-in shape."""

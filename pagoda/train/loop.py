@@ -88,7 +88,7 @@ def _run(
     checkpoint = beginning.checkpoint
     _check_traced_step(config, beginning.done)
     rule = config.optim.build(config.seed, config.optimizer)
-    tokens, tokenizer = opened_tokens(config, config.data, data, mesh, console), data.tokenizer
+    tokens, tokenizer = opened_tokens(config.data, config.dataset_train_split, data, mesh, console), data.tokenizer
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         say(console, hint)
     plan = choose_plan(config, console, mesh)
