@@ -22,7 +22,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.combinations import check_features
 from pagoda.plan.options import Options
 from pagoda.plan.traffic import bytes_written_to_ssd
-from pagoda.prepare.construct import init
+from pagoda.prepare.construct import deferred_init
 from pagoda.prepare.sequence_parallel import check_division
 from pagoda.train.choice import choose_plan, precision_hint
 from pagoda.train.config import TrainConfig
@@ -48,8 +48,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     finished.
 
     After SIGINT or SIGTERM, the run finishes its step, saves a checkpoint and returns. After a user error before the
-    end of the first step, `config.out` is as it was before. A resumed run continues from its last complete checkpoint.
-    Later checkpoints are damaged; they are named on `console` and kept under other names.
+    end of the first step, `config.output_dir` is as it was before. A resumed run continues from its last complete
+    checkpoint. Later checkpoints are damaged; they are named on `console` and kept under other names.
 
     Raises ConfigError for a setting, path, text or model that cannot be used, and if `out` is in use, contains a run
     already, or contains none to resume. Raises BudgetError or StorageError if the state does not fit or a directory
@@ -68,14 +68,14 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
         check_weights(config)
         data = DataSets(config, console)
         config = completed(config, data, mesh, console)
-        assert config.out is not None, "it is chosen now"
+        assert config.output_dir is not None, "it is chosen now"
         _check_micro_batches(config)
-        run_dir = RunDir(config.out)
+        run_dir = RunDir(config.output_dir)
         output.instead = run_dir.output
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
-        if beginning.done >= config.steps:
+        if beginning.done >= config.max_steps:
             done = f"The run in {run_dir.path} has finished: {beginning.done:,} steps are done"
-            say(console, f"{done}, and --steps is {config.steps:,}. Give a larger --steps to continue it.")
+            say(console, f"{done}, and --max-steps is {config.max_steps:,}. Give a larger --max-steps to continue it.")
             return None
         return _run(config, data, run_dir, beginning, mesh, console)
 
@@ -87,34 +87,34 @@ def _run(
     assert config.data is not None, "it is chosen now"
     checkpoint = beginning.checkpoint
     _check_traced_step(config, beginning.done)
-    rule = config.optim.build(config.seed, config.optimizer)
+    rule = config.build_rule(config.seed, config.optim)
     tokens, tokenizer = opened_tokens(config.data, config.dataset_train_split, data, mesh, console), data.tokenizer
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         say(console, hint)
     plan = choose_plan(config, console, mesh)
     chosen = plan.config
     seed_all(config.seed)
-    with init():
-        built = build_model(config.model, seq_len=config.seq_len)
+    with deferred_init():
+        built = build_model(config.model, seq_len=config.max_length)
     check_division(built, config.sequence_parallel)
     batches, evaluated = batches_of(config, tokens, data, built, mesh, console)
-    parameters = sum(param.numel() for param in built.parameters()) if config.quantize else None
+    parameters = sum(param.numel() for param in built.parameters()) if config.quantized_format else None
     built = ready(config, built, console, from_files=checkpoint is None)
     if config.pipeline_parallel > 1:
         _reduce(built, mesh, console)
     if config.tensor_parallel > 1:
         divide(built, config.model, mesh.tensor)
     # The last checkpoints and the best one.
-    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.keep_checkpoints + (config.evaluates and config.keep_best)
-    matrices_only = config.optim.decay == "matrices"
+    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.save_total_limit + (config.evaluates and config.keep_best)
+    matrices_only = config.weight_decay_on == "matrices"
     model, optimizer = wrap(
         built,
         rule,
         param_groups=no_decay_groups(built, rule.defaults().get("weight_decay", 0.0)) if matrices_only else None,
         memory=replace(chosen.memory, ssd_checkpoints=kept),
         precision=chosen.part(MixedPrecision),
-        clip_grad_norm=config.clip_grad_norm,
-        accumulation_steps=config.accumulation_steps,
+        max_grad_norm=config.max_grad_norm,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
         update=chosen.part(Updates),
         activations=chosen.part(Activations),
         tiles=chosen.part(Tiles),
@@ -135,11 +135,11 @@ def _run(
             say(console, *example(batches.rows, tokenizer))
         step_s = plan.predicted["step_s"] if plan.predicted else None
         evaluates = evaluated is not None
-        say(console, expected(session.batches, config.steps, beginning.done, step_s, evaluates))
+        say(console, expected(session.batches, config.max_steps, beginning.done, step_s, evaluates))
         endurance = endurance_of(config.memory.ssd_directories, mesh.everyone.nodes)
         written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
         if endurance is not None and written:
-            steps = config.steps - beginning.done
+            steps = config.max_steps - beginning.done
             worn = f"SSD: {wear(written, steps, endurance)}"
             plan = replace(plan, reasons=(*plan.reasons, f"{worn}."))
             if config.verbose or written * steps >= _WORN * endurance.value:
@@ -151,7 +151,7 @@ def _run(
 
 def _check_optimizer(config: TrainConfig) -> None:
     """Raises ConfigError for an optimizer that cannot be used, or not with the other settings."""
-    rule = config.optim.build(config.seed, config.optimizer).predicting(config.ahead)
+    rule = config.build_rule(config.seed, config.optim).predicting(config.ahead)
     options = Options.of(config, config.memory)
     states = rule.states(config.precision or "fp32")  # which states there are does not depend on their dtypes
     check_features(options, states, config.tile_bytes is not None)
@@ -159,10 +159,11 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 def _check_micro_batches(config: TrainConfig) -> None:
     """Raises ConfigError if a step has fewer micro-batches than a pipeline has stages."""
-    if config.accumulation_steps < config.pipeline_parallel:
+    if config.gradient_accumulation_steps < config.pipeline_parallel:
         raise ConfigError(
             f"--pipeline-parallel {config.pipeline_parallel} needs as many micro-batches in a step, or more, and "
-            f"--accumulation-steps is {config.accumulation_steps}: give --accumulation-steps {config.pipeline_parallel}"
+            f"--gradient-accumulation-steps is {config.gradient_accumulation_steps}: give "
+            f"--gradient-accumulation-steps {config.pipeline_parallel}"
         )
 
 
@@ -190,8 +191,8 @@ def _download(name: str) -> None:
 
 
 def _check_traced_step(config: TrainConfig, done: int) -> None:
-    if config.trace is not None and config.steps - done < config.trace_step:
+    if config.trace is not None and config.max_steps - done < config.trace_step:
         raise ConfigError(
-            f"--trace-step is {config.trace_step}, but this command runs {config.steps - done} steps:"
-            " give more --steps, or a smaller --trace-step"
+            f"--trace-step is {config.trace_step}, but this command runs {config.max_steps - done} steps:"
+            " give more --max-steps, or a smaller --trace-step"
         )

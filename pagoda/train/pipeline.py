@@ -34,7 +34,7 @@ class StagePasses(Passes):
         self._first, self._last = self._stage == 0, self._stage == stages - 1
         self._width: int = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         self._dtype = DTYPES[config.chosen_precision]
-        ids = torch.empty(config.batch_size, config.seq_len, dtype=torch.int64, device="meta")
+        ids = torch.empty(config.per_device_train_batch_size, config.max_length, dtype=torch.int64, device="meta")
         hidden = self._hidden(ids).requires_grad_()
         # Without these shapes, torch would run a forward to infer them.
         part = PipelineStage(
@@ -46,7 +46,9 @@ class StagePasses(Passes):
             output_args=torch.empty(1, device="meta") if self._last else hidden,
             group=self._group,
         )
-        self._schedule = Schedule1F1B(part, config.accumulation_steps, loss_fn=self._divided, scale_grads=False)
+        self._schedule = Schedule1F1B(
+            part, config.gradient_accumulation_steps, loss_fn=self._divided, scale_grads=False
+        )
         self._total = torch.full((), nan, device=self.device)
 
     def train(self, micro_batches: MicroBatches) -> Losses:

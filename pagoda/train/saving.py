@@ -49,20 +49,20 @@ class Saving:
 
         def look() -> None:
             existing = len(self._run_dir.all_checkpoints())
-            due = ceil(steps / config.checkpoint_every) if config.checkpoint_every else 1 + bool(config.saves_by_time)
+            due = ceil(steps / config.save_steps) if config.save_steps else 1 + bool(config.saves_by_time)
             # A checkpoint is deleted when the one that replaces it is complete.
-            kept = config.keep_checkpoints + 1 + (config.evaluates and config.keep_best)
-            most = max(1, (min(due, kept) if config.keep_checkpoints else due) - existing)
+            kept = config.save_total_limit + 1 + (config.evaluates and config.keep_best)
+            most = max(1, (min(due, kept) if config.save_total_limit else due) - existing)
             lines = steps * LINE_BYTES * (1 + ranks * (ranks > 1))
             checkpoints = self._run_dir.checkpoints
             free = shutil.disk_usage(checkpoints if checkpoints.is_dir() else self._run_dir.path).free
-            required = config.save_at_end or config.checkpoint_every > 0
+            required = config.save_at_end or config.save_steps > 0
             message = DiskRoom(one=one, copied=copied, most=most, beside=lines, required=required).check(
-                f"The disk of --out {self._run_dir.path}",
+                f"The disk of --output-dir {self._run_dir.path}",
                 free,
                 f"a checkpoint takes {format_bytes(one)}, metrics {format_bytes(lines)}",
                 " (--no-save-at-end trains without keeping the weights)",
-                "--keep-checkpoints",
+                "--save-total-limit",
             )
             if message is not None:
                 say(self._console, message)
@@ -75,9 +75,9 @@ class Saving:
         if self.pending.is_written:
             self.pending.end()
         config = self._config
-        if config.checkpoint_every:
-            return metrics.step % config.checkpoint_every == 0
-        return config.saves_by_time and self._unsaved_s >= 60 * config.checkpoint_minutes
+        if config.save_steps:
+            return metrics.step % config.save_steps == 0
+        return config.saves_by_time and self._unsaved_s >= 60 * config.save_minutes
 
     def save(self, step: int, best: int | None) -> None:
         """Start to save the state after `step` steps.
@@ -112,7 +112,7 @@ class Saving:
             say(self._console, f"{self._run_dir.path} was moved or deleted: the run creates it again")
             with suppress(PagodaError, OSError):  # saving fails, too, and says why
                 self._run_dir.create(self._config, self._tokenizer)
-        if not (keep := self._config.keep_checkpoints):
+        if not (keep := self._config.save_total_limit):
             return []
         old = self._run_dir.all_checkpoints()
         last = sorted({*(checkpoint.step for checkpoint in old), step})[-keep:]

@@ -31,7 +31,7 @@ class Session:
         self.batches = batches
         self.model, self.optimizer = passes.model, passes.optimizer
         self._passes = passes
-        self._scheduler = LambdaLR(self.optimizer, lambda step: config.optim.lr_factor(step, config.steps))
+        self._scheduler = LambdaLR(self.optimizer, lambda step: config.lr_factor(step, config.max_steps))
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
         # on it. Ranks with other batches or layers drop other elements.
         seed_all(config.seed + part * batches.ranks + batches.rank)
@@ -53,7 +53,7 @@ class Session:
         self.batches = replace(self.batches, first_step=checkpoint.step, first_sample=extra["samples"])
         self._scheduler.last_epoch = checkpoint.step
         # Recomputed because `steps` may have changed. Otherwise the value is the same.
-        factor = self.config.optim.lr_factor(checkpoint.step, self.config.steps)
+        factor = self.config.lr_factor(checkpoint.step, self.config.max_steps)
         for group, base in zip(self.optimizer.param_groups, self._scheduler.base_lrs, strict=True):
             group["lr"] = base * factor
 
@@ -84,7 +84,7 @@ class Session:
 
         def micro_batches() -> MicroBatches:
             nonlocal data_s
-            for index in range(self.config.accumulation_steps):
+            for index in range(self.config.gradient_accumulation_steps):
                 before = time.perf_counter()
                 batch = self.batches.batch(step, index)
                 data_s += time.perf_counter() - before

@@ -105,7 +105,7 @@ class Steps:
     def run(self, beginning: Beginning) -> TrainResult:
         """Run the remaining steps."""
         self._done = self._resumed = beginning.done
-        self._saving.check_room(self._config.steps - self._done)
+        self._saving.check_room(self._config.max_steps - self._done)
         self._trackers = Trackers(replace(self._config, report_to=()), self._done, self._warn)
 
         def start_trackers() -> None:
@@ -135,10 +135,10 @@ class Steps:
             # A run that was interrupted has left out the evaluation after its last step.
             first = None if evaluated or done % config.evaluates_every else self._evaluate(done)
         self._started, self._evaluated_s = time.monotonic(), 0.0
-        signals, bar = first_signal(self._explain), Progress(self._console, config.steps, done)
+        signals, bar = first_signal(self._explain), Progress(self._console, config.max_steps, done)
         with ExitStack() as opened, signals as received, bar as progress:
             while not self._over:
-                traced = step == done + min(config.trace_step, config.steps - done) - 1
+                traced = step == done + min(config.trace_step, config.max_steps - done) - 1
                 if traced:
                     self._session.optimizer.trace_next_step()
                 self._began = time.monotonic()
@@ -150,7 +150,7 @@ class Steps:
                 metrics, stopped_by = share_metrics(self._mesh, mine, received[0] if received else None)
                 step, self._began = step + 1, None
                 self._done, self._step_s = step, metrics.step_s
-                self._over = step == config.steps or stopped_by is not None
+                self._over = step == config.max_steps or stopped_by is not None
                 losses.append(metrics.loss)
                 seconds += metrics.step_s
                 accesses = add_counts((accesses, metrics.accesses))
@@ -165,7 +165,7 @@ class Steps:
                 self._between(metrics, files, stopped_by is not None)
             # The first signal must not end the process before the last checkpoint is complete.
             self._saving.pending.finish(received)
-            if step == config.steps and stopped_by is not None:  # nothing is left for a resumed run
+            if step == config.max_steps and stopped_by is not None:  # nothing is left for a resumed run
                 stopped_by = None
                 if self._evaluator is not None and files is not None:
                     self._record_evaluation(step, files)
@@ -188,11 +188,11 @@ class Steps:
     def _left_s(self, step: int) -> float:
         """Seconds until the end of the run, by its steps so far, with their checkpoints, and by the last evaluation."""
         config, took_s = self._config, time.monotonic() - self._started - self._evaluated_s
-        left_s = (config.steps - step) * took_s / (step - self._resumed)
+        left_s = (config.max_steps - step) * took_s / (step - self._resumed)
         if self._evaluator is None:
             return left_s
         every = config.evaluates_every
-        return left_s + (ceil(config.steps / every) - (step - 1) // every) * self._evaluation_s
+        return left_s + (ceil(config.max_steps / every) - (step - 1) // every) * self._evaluation_s
 
     def _new_files(self, done: int, first: Evaluation | None) -> MetricsFiles:
         """Create the files of the run. `first`: the evaluation before the first step of this call, if one was due."""
@@ -236,17 +236,22 @@ class Steps:
         """Do what is due after a step."""
         config, step = self._config, metrics.step
         improved = False
-        if step == config.steps:
-            self._session.optimizer.drain()  # so that the last evaluation reads all updates
+        if step == config.max_steps:
+            self._session.optimizer.synchronize()  # so that the last evaluation reads all updates
         if self._evaluator is not None and not interrupted and (self._over or step % config.evaluates_every == 0):
             self._record_evaluation(step, files)
             improved = config.keep_best and best_step(self._losses) == step
-            if config.patience and since_best(self._losses) >= config.patience and not self._over:
+            if (
+                config.early_stopping_patience
+                and since_best(self._losses) >= config.early_stopping_patience
+                and not self._over
+            ):
                 self._over = True
                 say(
                     self._console,
                     f"Stopped early: no evaluation was better than that after step {best_step(self._losses)} in "
-                    f"{since_best(self._losses)} evaluations (--patience {config.patience})",
+                    f"{since_best(self._losses)} evaluations (--early-stopping-patience "
+                    f"{config.early_stopping_patience})",
                 )
         if config.sample_every and (self._over or step % config.sample_every == 0) and not interrupted:
             self._sample(step, files)
@@ -354,5 +359,8 @@ class Steps:
                 lines.append(f"Best evaluation: after step {best}, {self._run_dir.checkpoint(best)}")
         if result.stopped_by is not None:
             flags = " ".join(["", *self._run_dir.foreign(self._config).values()])
-            lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}{flags}")
+            lines.append(
+                "Interrupted. Continue with: pagoda train --resume-from-checkpoint last --output-dir "
+                f"{self._run_dir.path}{flags}"
+            )
         say(self._console, *lines)

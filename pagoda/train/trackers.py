@@ -96,7 +96,7 @@ class Trackers:
     def _start(self, name: str) -> None:
         """Start a tracker: in the run's directory, or as a run of its name in the project that a variable names."""
         self._waiting.remove(name)
-        out, (variable, called) = self._config.out, _SERVICES.get(name, ("", ""))
+        out, (variable, called) = self._config.output_dir, _SERVICES.get(name, ("", ""))
         assert out is not None, "it is chosen now"
         place = (name, out) if name in _IN_RUN else (os.environ.get(variable) or "pagoda",)
         given: dict[str, Any] = {called: out.name} if called else {}

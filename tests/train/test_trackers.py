@@ -25,7 +25,7 @@ MODULES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "torch.utils.t
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return tiny_run(tmp_path, steps=3, eval_share=0.2, eval_rows=4, eval_every=2, plan="usual")
+    return tiny_run(tmp_path, max_steps=3, eval_share=0.2, max_eval_samples=4, eval_steps=2, plan="usual")
 
 
 class Package(ModuleType):
@@ -89,15 +89,17 @@ def test_settings_and_every_step_and_evaluation_are_logged(
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     trained(replace(config, report_to=(*MODULES,)))
     projects = {"wandb": "mine", "trackio": "pagoda"}
-    settings = dict(flat(RunDir(config.out).started_config().settings()))
+    settings = dict(flat(RunDir(config.output_dir).started_config().settings()))
     for name, package in packages.items():
-        begun = {"project": projects[name], "name": "run"} if name in projects else (str(config.out / name), 1)
+        begun = {"project": projects[name], "name": "run"} if name in projects else (str(config.output_dir / name), 1)
         assert (package.begun, package.ended) == ([begun], 1)
         assert {key: str(value) for key, value in package.settings.items()} == {
             key: str(value) for key, value in settings.items()
         }
         for file, figure in (("metrics.jsonl", "train/loss"), ("evals.jsonl", "eval/loss")):
-            assert package.seen[figure] == {line["step"]: line["loss"] for line in read_metrics(config.out / file)}
+            assert package.seen[figure] == {
+                line["step"]: line["loss"] for line in read_metrics(config.output_dir / file)
+            }
         assert package.seen.keys() >= {"train/grad_norm", "stall_share/update", "peak_bytes/host", "eval/perplexity"}
 
 
@@ -112,7 +114,7 @@ def test_a_wrong_key_ends_a_run_before_its_first_step_and_other_trackers_are_clo
     with pytest.raises(ConfigError, match="--report-to wandb cannot be started: ValueError: the key is not one of"):
         trained(replace(config, report_to=("trackio", "wandb")))
     assert packages["trackio"].ended == 1
-    assert not config.out.exists()
+    assert not config.output_dir.exists()
 
 
 def test_a_tracker_leaves_the_number_of_threads_as_it_was(
@@ -141,9 +143,9 @@ def test_a_tracker_that_fails_later_is_left_out_and_named(
 def test_steps_that_run_again_replace_those_that_tensorboard_has(
     config: TrainConfig, packages: dict[str, Package]
 ) -> None:
-    config = replace(config, report_to=("tensorboard",), checkpoint_every=2, steps=2)
+    config = replace(config, report_to=("tensorboard",), save_steps=2, max_steps=2)
     trained(config)
-    trained(replace(config, steps=3, resume=True))
+    trained(replace(config, max_steps=3, resume_from_checkpoint="last"))
     assert [purged for _, purged in packages["tensorboard"].begun] == [1, 3]
 
 
@@ -158,4 +160,4 @@ def test_a_package_that_is_missing_is_named_before_anything_is_written(
     for unknown in (("tensorbord",), "wandb"):
         with pytest.raises(ConfigError, match=r"report_to is .*; it must be some of \('aim', "):
             replace(config, report_to=unknown)
-    assert not config.out.exists()
+    assert not config.output_dir.exists()
