@@ -38,8 +38,6 @@ class Suite:
     files: tuple[str, ...]
     select: str = ""
     needs: tuple[str, ...] = ("parameterized",)
-    test_s: int = 60
-    """Time limit of a test: a program for several ranks may wait for ever."""
 
 
 SUITES = {
@@ -61,10 +59,11 @@ SUITES = {
     ),
     "accelerate": Suite(
         tuple(f"test_{name}.py" for name in ("optimizer", "scheduler", "state_checkpointing", "accelerator")),
-        test_s=45,
+        "not multiprocess and not test_accumulation",
     ),
 }
-"""PEFT's tests that train. TRL's that need neither images nor a GPU."""
+"""PEFT's tests that train. TRL's that need neither images nor a GPU. Accelerate's without several ranks: those that its
+`debug_launcher` forks lose a connection in `wrap` and wait for ever; those of torchrun do not."""
 
 
 def cache() -> Path:
@@ -120,7 +119,7 @@ def outcomes(name: str, ours: bool) -> dict[str, dict[str, Any]]:
             if not (folder / "tests" / file).exists():
                 continue
             command = [sys.executable, "-m", "pytest", "-q", str(folder / "tests" / file), "--rootdir", str(folder)]
-            command += ["-c", os.devnull, "--timeout", str(suite.test_s), "-k", suite.select, "-W", "ignore"]
+            command += ["-c", os.devnull, "--timeout", "120", "-k", suite.select, "-W", "ignore"]
             command += [
                 "-p",
                 "no:cacheprovider",

@@ -103,12 +103,17 @@ def _transformers() -> None:
 
 
 def _trl() -> None:
+    """The suite's bf16 is autocast, so ours is, too."""
     import trl
 
     from pagoda.integrations.transformers import PagedTrainerMixin
 
     for name in TRAINERS:
-        setattr(trl, name, type(name, (PagedTrainerMixin, getattr(trl, name)), {}))
+
+        def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            PagedTrainerMixin.__init__(trainer, *args, paging=paging.Paging(autocast=True), **kwargs)
+
+        setattr(trl, name, type(name, (PagedTrainerMixin, getattr(trl, name)), {"__init__": init}))
 
 
 def _accelerate() -> None:
