@@ -63,7 +63,7 @@ SUITES = {
     ),
 }
 """PEFT's tests that train. TRL's that need neither images nor a GPU. Accelerate's without several ranks: those that its
-`debug_launcher` forks lose a connection in `wrap` and wait for ever; those of torchrun do not."""
+`debug_launcher` forks lose a connection in `wrap` and wait for ever."""
 
 
 def cache() -> Path:
