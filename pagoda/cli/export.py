@@ -3,8 +3,8 @@
 from rich.console import Console
 
 from pagoda.config.commands import ExportConfig
+from pagoda.console import say
 from pagoda.memory.sizes import format_bytes, parse_bytes
-from pagoda.train.progress import say
 
 
 def run(config: ExportConfig, console: Console) -> int:

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from pagoda.config.commands import GenerateConfig
 from pagoda.config.training import Precision, Tiles
+from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
-from pagoda.train.progress import say
 from pagoda.train.records import Message
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.config.commands import InspectConfig
+from pagoda.console import say
 from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
 from pagoda.memory.identity import MANIFEST
 from pagoda.memory.sizes import format_bytes
@@ -17,7 +18,6 @@ from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.memory.ssd.orphans import why_orphaned
 from pagoda.memory.ssd.record import StoreRecord, stores_in, unknown_in
 from pagoda.train.config import TrainConfig
-from pagoda.train.progress import say
 from pagoda.train.resume import CONFIG
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 

@@ -35,8 +35,11 @@ _FREE_ON_RESUME = frozenset(
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
-Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
-"""A tracker of accelerate, by the name of its package."""
+TrackerName = Literal[
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab",
+    "tensorboard", "trackio", "wandb",
+]  # fmt: skip
+"""A tracker of transformers."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 EVALUATIONS, EVAL_ROWS = 10, 256
@@ -157,11 +160,11 @@ class TrainConfig(Reading, SizedRun):
     """Continue the run in --out from its last whole checkpoint, or from the beginning if it has none yet. Settings that
     are not given keep their values. If --out has no run yet and --model is given, begin it."""
     checkpoint: str = "last"
-    """With --resume: the checkpoint to continue from: last, best (by evaluation), or its name, such as step-000100.
+    """With --resume: the checkpoint to continue from: last, best (by evaluation), or its name, such as checkpoint-100.
     Later ones are kept under other names."""
-    report_to: tuple[Tracker, ...] = ()
-    """Trackers that get the metrics too. tensorboard and aim write into the run directory. The others get the run's
-    name, and the project of their variable, such as WANDB_PROJECT."""
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that get the metrics too, as in transformers' trainer, with its variables such as WANDB_PROJECT.
+    tensorboard writes into the run directory."""
     verbose: bool = False
     """Print the reasons for the plan, too. They are in plan.json and in the report as well."""
     save_at_end: bool = True
@@ -188,7 +191,8 @@ class TrainConfig(Reading, SizedRun):
         if self.patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
-        require({*self.report_to} <= {*get_args(Tracker)}, "report_to", self.report_to, f"some of {get_args(Tracker)}")
+        names = get_args(TrackerName)
+        require({*self.report_to} <= {*names}, "report_to", self.report_to, f"some of {names}")
         self.lora.check_with(self)
         if self.lora.rank is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
@@ -215,6 +219,16 @@ class TrainConfig(Reading, SizedRun):
     def evaluates_every(self) -> int:
         """Steps from one evaluation to the next."""
         return self.eval_every or max(1, math.ceil(self.steps / EVALUATIONS))
+
+    def ranks_with_batches(self, ranks: int) -> int:
+        """Number of ranks, or of groups of ranks that divide sequences, that have batches of their own, of `ranks` that
+        do not divide layers. Raises ConfigError if ranks are left over."""
+        if ranks % self.sequence_parallel:
+            raise ConfigError(
+                f"--sequence-parallel is {self.sequence_parallel}, which does not divide the {ranks} ranks: start "
+                f"torchrun with --nproc-per-node {self.sequence_parallel}, or a multiple of it"
+            )
+        return ranks // self.sequence_parallel
 
     def settings(self) -> dict[str, Any]:
         """All settings in JSON's types. `from_settings` reads them into an equal configuration."""

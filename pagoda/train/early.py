@@ -41,10 +41,6 @@ def _check_packages(config: TrainConfig) -> None:
         check_installed(PACKAGES[bits], needs_package(bits))
     if config.lora.rank is not None:
         check_installed("peft", NO_PEFT)
-    for name in config.report_to:
-        for package in ("accelerate", name):
-            install = f"pip install 'pagoda-train[accelerate]' {name}"
-            check_installed(package, f"--report-to {name} needs accelerate and {name}: {install}")
 
 
 def _check_directories(memory: Memory, ranks: int) -> None:

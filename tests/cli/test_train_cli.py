@@ -13,10 +13,10 @@ import torch
 from files import content_of
 from safetensors.torch import save_file
 
+from pagoda.checkpoint.pending import PendingCheckpoint
 from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.metrics import StepMetrics, read_metrics
-from pagoda.train.pending import PendingCheckpoint
 from pagoda.train.session import Session
 from tests.cli.workspace import STEPS, Workspace, curve
 from tests.tiny import LLAMA, at_the_first_batch

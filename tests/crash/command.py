@@ -14,10 +14,10 @@ from typing import Any
 
 import xxhash
 
+from pagoda.checkpoint import pending
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.cli.main import main
 from pagoda.memory.arena import tensor_bytes
-from pagoda.train import pending
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 from pagoda.train.session import Session

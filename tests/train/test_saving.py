@@ -15,11 +15,11 @@ import pytest
 from files import fill_disk
 from rich.console import Console
 
-from pagoda.checkpoint import snapshot
+from pagoda.checkpoint import pending, snapshot
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.sizes import format_bytes
-from pagoda.train import TrainConfig, pending, run
+from pagoda.train import TrainConfig, run
 from pagoda.train.evaluate import Evaluator
 from pagoda.train.metrics import StepMetrics, read_metrics
 from pagoda.train.run_dir import RunDir

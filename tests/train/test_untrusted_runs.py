@@ -15,11 +15,11 @@ from rich.console import Console
 from pagoda.checkpoint.directory import read_manifest, write_manifest
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
+from pagoda.console import lasting
 from pagoda.errors import ConfigError
 from pagoda.memory.forms import with_hash
 from pagoda.models.build import build_from_directory
 from pagoda.train import TrainConfig, defaults, loop, run
-from pagoda.train.progress import lasting
 from pagoda.train.run_dir import LOCK, RunDir
 from tests.files import content_of
 from tests.text_files import write_pretrained

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.sharing import from_all
 from pagoda.optimizer import PagedOptimizer
-from pagoda.train.ranks import from_all
 
 PATIENCE_S, RETRY_S = 30 * 60.0, 10.0
 _SAY_S = 60.0
