@@ -143,10 +143,9 @@ def _places(config: GenerateConfig) -> tuple[Path, Path]:
 
     if (file := gguf_in(config.source)) is not None:
         return file, file
-    run_dir = RunDir(config.source)
-    weights = run_dir.named_or_itself(config.checkpoint)
+    weights = RunDir(config.source).named_or_itself(config.checkpoint)
     if weights != config.source:
-        return weights, run_dir.tokenizer
+        return weights, RunDir(weights.parent.parent).tokenizer
     if is_hub_name(str(config.source)) and (directory := model_directory(str(config.source))) is not None:
         return directory, directory
     if (config.source / "config.json").is_file():

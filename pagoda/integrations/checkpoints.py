@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import os
 import re
 import shutil
 import time
@@ -98,7 +99,8 @@ class Checkpoints:
                 if self._mesh.everyone.rank == 0:
                     now.staged.complete(now.replaced)
                 return
-            states = [path / STATE for path in (*now.replaced, now.staged.replaced)]
+            again = [now.staged.replaced] if os.path.lexists(now.staged.directory) else []
+            states = [path / STATE for path in (*now.replaced, *again)]
             self.optimizer.save_checkpoint(
                 now.staged.state,
                 self._record(),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pagoda.checkpoint import reader
 from pagoda.console import say
@@ -17,7 +16,7 @@ from pagoda.integrations.staging import name_complete
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_all, from_first
 from pagoda.train.config import TrainConfig
-from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, locked, names_of, unused
+from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, PREFIX, RunCheckpoint, RunDir, locked, names_of, unused
 
 CHAT = "chat"
 """Key in the same place: whether the data are conversations."""
@@ -77,7 +76,7 @@ def begin(
             run_dir.check_free()
             return None
         config.check_resumes(run_dir.started_config())
-        name_complete(run_dir.path, f"{PREFIX_CHECKPOINT_DIR}-")
+        name_complete(run_dir.path, PREFIX)
         every = run_dir.all_checkpoints()
         return every, [run_dir.named(config.checkpoint)] if named else every[::-1]
 

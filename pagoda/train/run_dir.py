@@ -22,8 +22,8 @@ from pagoda.train.metrics import read_evaluations
 from pagoda.train.settings_file import settings_as_yaml
 
 LOCK = ".pagoda-lock"
-_PREFIX = "checkpoint-"
-_CHECKPOINT = re.compile(rf"{_PREFIX}(\d+)")
+PREFIX = "checkpoint-"
+_CHECKPOINT = re.compile(rf"{PREFIX}(\d+)")
 _EARLIER = "checkpoints"
 """Directory in which earlier versions kept checkpoints."""
 LAST = "last"
@@ -72,7 +72,7 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step` steps."""
-        return self.path / f"{_PREFIX}{step}"
+        return self.path / f"{PREFIX}{step}"
 
     def check_place(self) -> None:
         """Check that the directory can be written or created. Writes nothing.
@@ -97,7 +97,7 @@ class RunDir:
         Raises ConfigError like `check_place`, and if there is a run already, or a file that it would replace.
         """
         self.check_place()
-        run = [self.config, self.metrics, self.evals, self.samples, *self.path.glob(f"{_PREFIX}*")]
+        run = [self.config, self.metrics, self.evals, self.samples, *self.path.glob(f"{PREFIX}*")]
         others = [self.settings, self.plan, self.data, self.timeline, self.tokenizer]
         if taken := [path.name for path in run + others if os.path.lexists(path)]:
             what = "a run" if self.config.exists() else "files that a run would replace"

@@ -43,7 +43,7 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(
     shutil.rmtree(world.run_dir)
     went_on: Counter[int | None] = Counter()
     while killed < kills or not went_on or world.run_dir.exists():
-        checkpoints = sorted((world.run_dir / "checkpoints").glob("step-*"))
+        checkpoints = sorted(world.run_dir.glob("checkpoint-*"))
         if not checkpoints:
             shutil.rmtree(world.run_dir, ignore_errors=True)
         after = draw.uniform(0.3 * length, 1.1 * length) if killed < kills or not went_on else None

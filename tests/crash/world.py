@@ -23,7 +23,7 @@ SETTINGS = [
     *("--checkpoint-every", "1", "--keep-checkpoints", "2", "--plan", "usual"),
 ]
 PAGED = ["--memory.host", "150KiB", "--memory.unit-limit", "16KiB", "--memory.page-size", "4KiB"]
-CHECKPOINT = re.compile(r"run/checkpoints/step-(\d+)")
+CHECKPOINT = re.compile(r"run/checkpoint-(\d+)")
 LIMIT_S = 240
 """A command that takes longer hangs."""
 _OURS = re.compile(r"(run|exported|\.exported\.partial)(/|$)|(.*/)?pagoda-[0-9a-f]{16}(/|$)")
@@ -224,6 +224,6 @@ class World:
 
 def half_way(recording: Recording, world: World) -> Image:
     """A run with two checkpoints, killed just before the third was complete."""
-    last = str(world.run_dir / "checkpoints" / f"step-{STEPS:06d}")
+    last = str(world.run_dir / f"checkpoint-{STEPS}")
     count = next(i for i, event in enumerate(recording.events) if event.kind == "m" and event.other == last)
     return next(recording.images({(count, "all is kept")}))[1]

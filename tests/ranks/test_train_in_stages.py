@@ -81,7 +81,7 @@ def test_two_stages_have_the_bits_of_one_rank(
     assert_same(goes_on, alone)
     assert losses(goes_on) == losses(alone)
     for source in (config, alone):
-        export(RunDir(source.out).latest().path, tmp_path / f"of-{source.out.name}")
+        export(RunDir(source.out).latest().state, tmp_path / f"of-{source.out.name}")
     exported, expected = (load_file(tmp_path / f"of-{one.out.name}" / "model.safetensors") for one in (config, alone))
     assert_equal(exported, expected)
 
@@ -89,7 +89,7 @@ def test_two_stages_have_the_bits_of_one_rank(
 def test_stages_continue_what_one_rank_began(
     ranks: RankServer, alone: TrainConfig, folder: Path, tmp_path: Path
 ) -> None:
-    config = config_of(folder, tmp_path / "run", resume=True, checkpoint="step-000002")
+    config = config_of(folder, tmp_path / "run", resume=True, checkpoint="checkpoint-2")
     shutil.copytree(alone.out, config.out)
     assert started(ranks, 2, tmp_path / "two", config) == [0, 0]
     assert_same(config, alone)

@@ -25,7 +25,7 @@ REFUSED = {
     "--memory.ssd free --out used": "--out used is in use by another run",
     "--out old": "--out old already holds a run (config.json, ",
     "--out text": "--out text: text is a file",
-    "--resume --out old --checkpoint step-000009": "old has no checkpoint 'step-000009'",
+    "--resume --out old --checkpoint checkpoint-9": "old has no checkpoint 'checkpoint-9'",
     "--report-to wandb": "--report-to wandb needs accelerate and wandb",
     "--plan search": "--plan search needs a machine that was measured",
     "--trace none/file": "--trace none/file cannot be written",

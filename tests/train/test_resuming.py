@@ -17,10 +17,9 @@ from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.train import OptimConfig, TrainConfig, run
-from pagoda.train.metrics import StepMetrics, read_metrics
+from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
-from pagoda.train.session import Session
-from tests.tiny import at_the_first_batch, tiny_run, trained, write_model
+from tests.tiny import at_the_first_batch, before_step, tiny_run, trained, write_model
 
 
 def config_in(folder: Path) -> TrainConfig:
@@ -44,7 +43,7 @@ def config(done: TrainConfig, tmp_path: Path) -> TrainConfig:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+    return {path.name: path.read_bytes() for path in checkpoint.rglob("*.safetensors")}
 
 
 def curve(config: TrainConfig) -> list[tuple[object, ...]]:
@@ -52,8 +51,8 @@ def curve(config: TrainConfig) -> list[tuple[object, ...]]:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "a bit of a tensor": lambda checkpoint: flip(checkpoint / "exp_avg.safetensors"),
-    "no manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+    "a bit of a tensor": lambda checkpoint: flip(checkpoint / "pagoda" / "exp_avg.safetensors"),
+    "no manifest": lambda checkpoint: (checkpoint / "pagoda" / "manifest.json").unlink(),
 }
 
 
@@ -68,13 +67,13 @@ def test_a_damaged_checkpoint_is_named_and_kept_and_the_run_goes_on_from_the_one
     assert (result.first_step, result.last_step) == (3, 4)
     assert shown.count("The checkpoint after step 4") == shown.count("Falling back") == 1
     assert "after step 2: the 2 steps after it run again" in shown
-    assert content_of(last.with_name("step-000004.damaged")) == before
+    assert content_of(last.with_name("checkpoint-4.damaged")) == before
     assert tensors_of(last) == tensors_of(RunDir(done.out).checkpoint(4))
     assert curve(config) == curve(done)
-    flip(last / "weight.safetensors")
+    flip(last / "pagoda" / "weight.safetensors")
     trained(replace(config, checkpoint_every=1, keep_checkpoints=2))
-    names = sorted(path.name for path in RunDir(config.out).checkpoints.iterdir())
-    assert names == ["step-000003", "step-000004", "step-000004.damaged", "step-000004.damaged2"]
+    names = sorted(path.name for path in config.out.glob("checkpoint-*"))
+    assert names == ["checkpoint-3", "checkpoint-4", "checkpoint-4.damaged", "checkpoint-4.damaged2"]
 
 
 def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None:
@@ -83,10 +82,10 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None
     config = replace(config, resume=True)
     last = RunDir(config.out).checkpoint(4)
     before, first = content_of(last), curve(config)
-    result, shown = trained(replace(config, checkpoint="step-000002"))
+    result, shown = trained(replace(config, checkpoint="checkpoint-2"))
     assert (result.first_step, result.last_step) == (3, 4)
     assert "Going back to the checkpoint after step 2: the 2 steps after it run again" in shown
-    later = last.with_name("step-000004.later")
+    later = last.with_name("checkpoint-4.later")
     assert content_of(later) == before
     for checkpoint in (last, later):
         assert main(["export", str(checkpoint), str(tmp_path / checkpoint.name), "--dtype", "fp32"]) == 0
@@ -97,19 +96,19 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_that_is_named_is_used_or_refused(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(RunDir(config.out).checkpoint(2) / "weight.safetensors")
+    flip(RunDir(config.out).checkpoint(2) / "pagoda" / "weight.safetensors")
     before = content_of(config.out)
-    for name, message in (("step-000003", "it has step-000002, step-000004"), ("step-000002", "is damaged")):
+    for name, message in (("checkpoint-3", "it has checkpoint-2, checkpoint-4"), ("checkpoint-2", "is damaged")):
         assert main(["train", "--resume", "--out", str(config.out), "--checkpoint", name]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match="add --resume"):
-        run(replace(config, resume=False, checkpoint="step-000004"), Console(quiet=True))
+        run(replace(config, resume=False, checkpoint="checkpoint-4"), Console(quiet=True))
     assert content_of(config.out) == before
 
 
 def test_nothing_changes_where_every_checkpoint_is_damaged(config: TrainConfig) -> None:
     for step in (2, 4):
-        flip(RunDir(config.out).checkpoint(step) / "weight.safetensors")
+        flip(RunDir(config.out).checkpoint(step) / "pagoda" / "weight.safetensors")
     before = content_of(config.out)
     with pytest.raises(CheckpointError, match=r"(?s)none of the 2 checkpoints.*step 4.*damaged.*step 2.*damaged"):
         trained(config)
@@ -125,7 +124,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it_and_wit
     result, shown = trained(config)
     assert result.first_step == 3
     assert "it is the state after step 2, under another name" in shown
-    shutil.rmtree(run_dir.checkpoints)
+    for checkpoint in run_dir.path.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
     result, shown = trained(config)
     assert (result.first_step, result.last_step) == (1, 4)
     assert "has no checkpoint yet: the run starts from its first step" in shown
@@ -177,15 +177,8 @@ def test_with_asynchronous_updates_neither_checkpoints_nor_a_signal_change_a_bit
         config = replace(config, memory=replace(config.memory, host="2MiB"))
     whole = replace(config, out=tmp_path / "whole", checkpoint_every=0, checkpoint_minutes=0.0, keep_best=False)
     trained(whole)
-    step = Session.step
-
-    def interrupted(session: Session, index: int) -> StepMetrics:
-        if index == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return step(session, index)
-
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "step", interrupted)
+        before_step(3, lambda: signal.raise_signal(signal.SIGTERM), patched)
         assert trained(config)[0].stopped_by == signal.SIGTERM
     assert trained(replace(config, resume=True))[0].first_step == 4
     assert curve(config) == curve(whole)
@@ -267,7 +260,16 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written_and_r
     run(replace(config, resume=resume), Console(quiet=True))
     assert (tmp_path / "exported" / "config.json").exists() == resume
     assert curve(config) == curve(done)
-    names = ["checkpoints", "config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    names = [
+        "checkpoint-2",
+        "checkpoint-4",
+        "config.json",
+        "data.json",
+        "metrics.jsonl",
+        "plan.json",
+        "run.yaml",
+        "timeline.json",
+    ]
     assert sorted(path.name for path in config.out.iterdir()) == names
 
 

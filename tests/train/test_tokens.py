@@ -26,10 +26,10 @@ from pagoda.errors import ConfigError, StorageError
 from pagoda.train import tokens as tokens_module
 from pagoda.train.records import Document, read_records
 from pagoda.train.seen import Seen
-from pagoda.train.session import Session
 from pagoda.train.sources import find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
+from pagoda.train.trainer import RunTrainer
 from tests.text_files import CHATML, TEXT, chats, tokenizer, write_lines, write_pretrained
 from tests.tiny import tiny_run, trained, write_model
 
@@ -563,7 +563,7 @@ def test_a_run_reads_data_and_tokens_once_before_its_first_step(
     monkeypatch.setattr(tokens_module, "_opened", counted_too)
     other = tmp_path / "other"
     other.write_text("another text that has a few sequences. " * 20)
-    monkeypatch.setattr(Session, "step", interrupted)
+    monkeypatch.setattr(RunTrainer, "get_batch_samples", interrupted)
     config = tiny_run(tmp_path, steps=0, seq_len=0, batch_size=0, eval_data=str(other), cache=tmp_path / "cache")
     for _ in "in the cache or not":
         hashed.clear()

@@ -11,13 +11,13 @@ import accelerate
 import pytest
 import torch
 from accelerate import PartialState
+from pagoda.train.session import Session
 
 from pagoda.errors import ConfigError
 from pagoda.train import TrainConfig
 from pagoda.train.config import flat
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
-from pagoda.train.session import Session
 from tests.tiny import tiny_run, trained
 
 MODULES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "torch.utils.tensorboard"}
