@@ -72,8 +72,9 @@ def at_the_first_batch(action: Callable[[], None], monkeypatch: pytest.MonkeyPat
 
     def acting(*args: Any) -> Any:
         monkeypatch.setattr(RunTrainer, "get_batch_samples", begin)
+        found = begin(*args)
         action()
-        return begin(*args)
+        return found
 
     monkeypatch.setattr(RunTrainer, "get_batch_samples", acting)
 
@@ -85,10 +86,11 @@ def before_step(number: int, action: Callable[[], object], monkeypatch: pytest.M
     begin = RunTrainer.get_batch_samples
 
     def acting(trainer: RunTrainer, *args: Any) -> Any:
+        found = begin(trainer, *args)
         if trainer.state.global_step == number - 1:
             trainer.passes.optimizer.wait_for_checkpoint()
             action()
-        return begin(trainer, *args)
+        return found
 
     monkeypatch.setattr(RunTrainer, "get_batch_samples", acting)
 

@@ -31,6 +31,7 @@ def run(config: GenerateConfig, console: Console) -> int:
     from pagoda.models.gguf import gguf_in
     from pagoda.optim import AdamW
     from pagoda.train.generate import continued
+    from pagoda.train.run_dir import known_as
     from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
 
     weights, directory = _places(config)
@@ -39,7 +40,7 @@ def run(config: GenerateConfig, console: Console) -> int:
     source = _opened(weights, config)
     computes = source.precision or "the dtypes of the weights"
     with suppress(OSError):  # the text is what was asked for
-        print(f"pagoda: reading {weights}, computing in {computes}", file=sys.stderr, flush=True)
+        print(f"pagoda: reading {known_as(weights)}, computing in {computes}", file=sys.stderr, flush=True)
     frozen = source.model.requires_grad_(False)
     model, optimizer = wrap(frozen, AdamW(), memory=config.memory, precision=source.precision, tiles=source.tiles)
     try:

@@ -121,6 +121,11 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             # A run that was interrupted has left out the evaluation after its last step.
             self._first = None if evaluated or done % config.evaluates_every else self._evaluate(done)
         self._started, self._evaluated_s = time.monotonic(), 0.0
+        self._trace_after(done)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to record the next step, if it is the one. Updates of this one are a part of it."""
+        self._trace_after(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the step, then do what is due after it."""
@@ -142,7 +147,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             self._write_timeline(step)
         self._progress.show(metrics, self._left_s(step))
         self._show_moved()
-        self._between(step, control, self._files)
+        if self._between(step, control, self._files):
+            self._trace_after(step)  # anew, without what came between
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint is complete."""
@@ -176,17 +182,22 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         every = config.evaluates_every
         return left_s + (ceil(config.steps / every) - (step - 1) // every) * self._evaluation_s
 
-    def _between(self, step: int, control: Any, files: MetricsFiles) -> None:
-        """Do what is due after a step."""
+    def _trace_after(self, done: int) -> None:
+        if done == self._trainer.traced - 1:
+            self._trainer.passes.optimizer.trace_next_step()
+
+    def _between(self, step: int, control: Any, files: MetricsFiles) -> bool:
+        """Do what is due after a step. Returns whether the model has run."""
         config, checkpoints = self._config, self._trainer.checkpoints
         assert checkpoints is not None, "it is made when the model is wrapped"
         interrupted = checkpoints.stopped_by is not None and step < config.steps
-        improved = False
+        improved = ran = False
         if step == config.steps:
             self._trainer.passes.optimizer.drain()  # so that the last evaluation reads all updates
         if self._evaluator is not None and not interrupted:
             if step == config.steps or step % config.evaluates_every == 0:
-                self._record_evaluation(step, files)
+                files.write(evals=self._evaluate(step))
+                ran = True
             improved = config.keep_best and best_step(self._evaluations) == step
             if config.patience and since_best(self._evaluations) >= config.patience and step < config.steps:
                 control.should_training_stop = True
@@ -198,13 +209,12 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         over = control.should_training_stop
         if config.sample_every and (over or step % config.sample_every == 0) and not interrupted:
             self._sample(step, files)
+            ran = True
         checkpoints.best = best_step(self._evaluations) if config.keep_best else None  # type: ignore[attr-defined]
         due = config.checkpoint_every and step % config.checkpoint_every == 0
         if due or interrupted or improved or (config.save_at_end and over):
             control.should_save = True
-
-    def _record_evaluation(self, step: int, files: MetricsFiles) -> None:
-        files.write(evals=self._evaluate(step))
+        return ran
 
     def _evaluate(self, step: int) -> Evaluation:
         assert self._evaluator is not None

@@ -255,6 +255,11 @@ class RunDir:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
 
 
+def known_as(checkpoint: Path) -> Path:
+    """The directory of a checkpoint, from that of Pagoda's own checkpoint in it."""
+    return checkpoint.parent if checkpoint.name == STATE else checkpoint
+
+
 def unused(path: Path, separator: str = "") -> Path:
     """The path if it does not exist, otherwise the first free one with a number after it."""
     numbered = (path.with_name(f"{path.name}{separator}{number}") for number in count(2))

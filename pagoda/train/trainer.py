@@ -119,8 +119,6 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], int]:
         """The batches of the next step, and the tokens that its loss counts on all ranks."""
         self.began, self.is_in_step, self.losses = time.perf_counter(), True, []
-        if self.state.global_step == self.traced - 1:
-            self.passes.optimizer.trace_next_step()
         self.passes.optimizer.restart_clock()  # an evaluation, a sample or a checkpoint may have waited
         self.lr = self.passes.optimizer.param_groups[0]["lr"]
         batches = [next(epoch_iterator) for _ in range(num_batches)]

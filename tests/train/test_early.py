@@ -26,7 +26,7 @@ REFUSED = {
     "--out old": "--out old already holds a run (config.json, ",
     "--out text": "--out text: text is a file",
     "--resume --out old --checkpoint checkpoint-9": "old has no checkpoint 'checkpoint-9'",
-    "--report-to wandb": "--report-to wandb needs accelerate and wandb",
+    "--report-to wandb": "--report-to wandb needs wandb: pip install wandb",
     "--plan search": "--plan search needs a machine that was measured",
     "--trace none/file": "--trace none/file cannot be written",
     "--lora.rank 8 --plan search": "leave it out with --lora.rank",
