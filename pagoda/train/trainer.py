@@ -1,5 +1,6 @@
 """The trainer of `pagoda train`: transformers' own, with the data order and the checkpoints of a run."""
 
+import logging
 import math
 import shutil
 import time
@@ -19,7 +20,7 @@ from pagoda.checkpoint.model_config import give_generation_config, model_record
 from pagoda.checkpoint.pending import DiskRoom
 from pagoda.console import say
 from pagoda.errors import CheckpointError
-from pagoda.integrations import Paging
+from pagoda.integrations import Paging, seals
 from pagoda.integrations.checkpoints import Checkpoints
 from pagoda.integrations.transformers import PagedTrainerMixin
 from pagoda.memory.sizes import format_bytes
@@ -33,6 +34,7 @@ from pagoda.train.passes import Losses, Passes
 from pagoda.train.resume import CHAT, CONFIG, SAMPLES_PER_STEP
 from pagoda.train.run_dir import RunDir
 
+_log = logging.getLogger("pagoda")
 _VERSION = "transformers_version"
 
 
@@ -196,6 +198,16 @@ class _Order:
         yield from self._batches.order(*self._range)
 
 
+def _is_ours_alone(checkpoint: Path) -> bool:
+    """Whether a checkpoint has no file of the user's. Else it is kept, with a warning."""
+    try:
+        seals.check_removable(checkpoint)
+    except CheckpointError as error:
+        _log.warning("%s was not deleted: %s", checkpoint, error)
+        return False
+    return True
+
+
 class RunCheckpoints(Checkpoints):
     """The checkpoints of a run: the last ones and the best one."""
 
@@ -228,7 +240,7 @@ class RunCheckpoints(Checkpoints):
             return []
         steps = {path: int(path.name.rpartition("-")[2]) for path in (*older, now.staged.directory)}
         last = sorted(steps.values())[-keep:]
-        return [path for path in older if steps[path] not in (*last, self.best)]
+        return [path for path in older if steps[path] not in (*last, self.best) and _is_ours_alone(path)]
 
     def _check_room(self) -> None:
         """Raises StorageError if the disk has no room for one checkpoint. Prints a message if it has none for all that
