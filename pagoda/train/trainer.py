@@ -65,7 +65,8 @@ def arguments(config: TrainConfig, passes: Passes) -> TrainingArguments:
     )
     if made.n_gpu > 1:  # without torchrun, a run uses one
         made._n_gpu = 1
-    torch.set_num_threads(threads)  # accelerate may choose a number, and sums would have other bits
+    if torch.get_num_threads() != threads:  # accelerate may choose a number, and sums would have other bits
+        torch.set_num_threads(threads)
     return made
 
 
