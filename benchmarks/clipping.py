@@ -96,7 +96,7 @@ def measure(
 
 
 def forecast() -> None:
-    """Print the table of docs/design.md."""
+    """Print what docs/internals/design.md says of speculation."""
     print("| RAM | tokens | compute alone | no clipping | clipping, updates wait | clipping, speculative |")
     print("|---|---|---|---|---|---|")
     for ram, batch_size in product((180e9, 100e9), (2, 4, 8)):

@@ -19,6 +19,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pagoda.config.reading import DataSettings
 from pagoda.train.seen import Seen
 from pagoda.train.sources import documents, find
 from pagoda.train.tokenizer import ModelTokenizer
@@ -54,7 +55,7 @@ def _tokenized(file: Path, tokenizer: Path, cache: Path) -> float:
 
 def main(megabytes: int = 1000, out: Path | None = None) -> None:
     """Print the speeds and the peaks."""
-    text = "".join(document.text for document in documents(find("stdlib"), Seen(), lambda _: None))
+    text = "".join(document.text for document in documents(find("stdlib", DataSettings(), "train"), Seen()))
     pieces = [text[at : at + _MIB // 8] for at in range(0, min(len(text), 16 * _MIB), _MIB // 8)]
     with tempfile.TemporaryDirectory(dir=".") as folder:
         root = Path(folder)

@@ -1,6 +1,6 @@
 """How close a step comes to what the hardware allows, and where the rest of it goes.
 
-    python benchmarks/roofline.py --ssd DIR --out benchmarks/results/roofline.json --docs docs/roofline.md
+    python benchmarks/roofline.py --ssd DIR --out benchmarks/results/roofline.json --docs docs/internals/roofline.md
 
 For each home of the state and each number of tokens, rounds take turns: raw kernels, plain PyTorch, and two steps of
 Pagoda, of which the second is recorded. A bound is the work of the step over the rate of a raw kernel in the same

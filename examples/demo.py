@@ -48,13 +48,15 @@ def main() -> None:
     train = f"train --model {OUT}/model --data stdlib --precision fp32 --batch-size 2 --seq-len 256 --lr 1e-3"
     train = f"{train} --steps {STEPS} --checkpoint-every {SAVED}"
 
-    print(f"1. {RAM} of RAM for state, the rest in {OUT}/pages. kill -9 ends the run.")
+    print(f"1. A run with {RAM} of RAM for weights and Adam's moments. The rest is in files in {OUT}/pages.")
+    print("   A unit is a part of the model that moves as a whole, and a page is a piece of it. 'stalls' is the share")
+    print("   of a step for which compute waited, and what it waited for most, such as ssd_read. kill -9 ends the run.")
     killed = pagoda(f"{train} --memory.host {RAM} --memory.ssd {OUT}/pages --out {paged}", kill_after=KILLED)
-    print(f"\n2. Resume: it goes on after step {SAVED}, the last checkpoint.")
+    print(f"\n2. The killed run resumes. It goes on after step {SAVED}, its last checkpoint.")
     pagoda(f"train --resume --memory.ssd {OUT}/pages --out {paged}")
     print("\n3. The same run with all state in RAM, not interrupted.")
     pagoda(f"{train} --out {whole}")
-    print("\n4. A page with the losses, the plan and what each part of the machine did.")
+    print("\n4. A report to open in a browser: losses, the plan, and when drive and compute worked.")
     pagoda(f"report {paged} --out {OUT}/report.html")
 
     print("\nWhat this shows:")
@@ -81,13 +83,13 @@ def shown(paged: Path, whole: Path, killed: int) -> Iterator[str]:
     )
     yield (
         f"One home per byte: weights and Adam's two moments take {mib(sum(states.values()))},"
-        f" {sum(states.values()) / plan['params']:.1f} bytes a parameter."
+        f" {sum(states.values()) / plan['params']:.1f} bytes a parameter (three fp32 numbers take 12)."
     )
-    yield f"The plan is the truth: state took {mib(held)} of RAM at most; planned were {mib(planned)}."
+    yield f"The plan is the truth: state took {mib(held)} of RAM at most, and the plan had {mib(planned)}."
     yield f"Nothing is lost: killed after step {killed}, resumed after step {SAVED}, and the result is the same."
     yield (
-        f"Close to the limit: a step takes {times[0]:.2f} s, and {times[1]:.2f} s in RAM. Compute waited for the SSD"
-        f" and other work in {stalls:.0%} of the time."
+        f"Close to the limit: a step takes {times[0]:.2f} s, and {times[1]:.2f} s in RAM; compute waited for the SSD"
+        f" and other work for {stalls:.0%} of it."
     )
 
 

@@ -398,6 +398,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "schedule/gradients.py": {
+        "a gradient takes the place on SSD of one that an update needs": (
+            "self._earlier.get(record.unit, record) is not record",
+            "False",
+            "schedule/test_schedule.py",
+        ),
         "a spill that failed counts": (
             "record.clean = record.clean and not failed",
             "pass",

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -30,6 +30,7 @@ from typing import Any
 os.environ.setdefault("PAGODA_POISON", "1")
 
 import pytest
+import state_uses
 import torch
 from gradient_uses import ADD_ANOTHER, ONE_NUMBER, READS, WRITES, Training, assert_alike, clip_exactly
 from torch import nn
@@ -236,6 +237,7 @@ class Loop(Training):
 
     def open(self) -> None:
         """Begin with a new model and optimizer, in the least memory."""
+        self.kept: Any = None
         place = self.place or REFERENCE
         sizes = dict.fromkeys(PLACES[place], 4096)
         while True:
@@ -328,9 +330,9 @@ class Loop(Training):
         nn.utils.clip_grad_norm_(self.params, LIMIT) if self.paged else clip_exactly(self.params, LIMIT)
 
     def states(self) -> dict[int, Any]:
-        """Those of the optimizer. Adagrad has some before the first step."""
+        """Those of the optimizer, by parameter. Adagrad has some before the first step, and a look makes empty ones."""
         states = copy.deepcopy(self.optimizer.state_dict()["state"])
-        return {index: state for index, state in states.items() if state.get("step", 1)}
+        return {index: state for index, state in sorted(states.items()) if state and state.get("step", 1)}
 
     def save(self, wait: bool = True) -> None:
         if self.paged:
@@ -514,6 +516,28 @@ def set_groups(of: Loop, **settings: float) -> None:
         group.update(settings)
 
 
+def noting(use: Callable[[Loop], Any]) -> Action:
+    """Note what a use of `optimizer.state` returns. Entries are in the order of parameters, not of their first step."""
+
+    def noted(of: Loop) -> None:
+        state = of.optimizer.state
+        for param in [param for param in of.params if param in state]:
+            state[param] = state.pop(param)
+        of.note(use(of))
+
+    return noted
+
+
+def swap_states(of: Loop) -> None:
+    """Those of two parameters of one shape."""
+    one, *others = (param for param in of.params if param.shape == of.params[0].shape)
+    if others and one in of.optimizer.state and others[0] in of.optimizer.state:
+        state = of.optimizer.state
+        state[one], state[others[0]] = state[others[0]], state[one]
+
+
+OF_A_LOOP = ("between", "gradients", "frozen", "swapped")
+"""Uses of `optimizer.state` that are loops themselves, or know the shapes of a model."""
 PASSES: dict[str, Action] = {
     "pass": lambda of: of.loss().backward(),
     "pass without": lambda of: of.loss(without=of.any_block()).backward(),
@@ -542,7 +566,10 @@ GRADIENTS: dict[str, Action] = {
     "clipped": Loop.clip,
     "clipped by method": lambda of: of.optimizer.clip_grad_norm_(LIMIT) if of.paged else of.clip(),
 }
-STATES: dict[str, Action] = {}
+STATES: dict[str, Action] = {
+    **{f"states {name}": noting(use) for name, use in state_uses.USES.items() if name not in OF_A_LOOP},
+    "states swapped": swap_states,
+}
 """Reads and writes of `optimizer.state`."""
 ANYWHERE: dict[str, Action] = {
     "evaluated": evaluate,
@@ -573,12 +600,11 @@ ANYWHERE: dict[str, Action] = {
     "saved meanwhile": partial(Loop.save, wait=False),
     "zeroed": Loop.zero_grad,
     "step": Loop.step,
-    **STATES,
 }
 """Between steps, and between backward and `step()`."""
 BETWEEN: dict[str, Action] = {"restored": Loop.restore, "resumed": Loop.resume}
 STEPS: dict[str, Action] = {"step": Loop.step, "step of closure": step_of_closure, "step of scaler": step_of_scaler}
-ACTIONS = PASSES | GRADIENTS | ANYWHERE | BETWEEN | STEPS
+ACTIONS = PASSES | GRADIENTS | STATES | ANYWHERE | BETWEEN | STEPS
 FACTORS = ONE_NUMBER | {"numbers by foreach", "clipped", "clipped by method"}
 
 # --- drawing, playing, shrinking --------------------------------------------------------------------------------
@@ -590,21 +616,24 @@ def drawn(seed: int) -> Case:
     settings = {name: of.choice([values[0]] * 4 + [*values]) for name, values in AXES.items()}
     kinds = [kind for kind in PARTS if settings["dtype"] == "fp32" or kind != "batchnorm"]
     announced, clips = settings["announced"], settings["clip"] is not None
+    rule = of.choice([*PLAIN, *PLAIN, *RULES])
+    anywhere = [*ANYWHERE] * 3 + [*STATES] * (rule != "adagrad")  # which has states before its first update
 
-    def some(names: Collection[str], most: int) -> None:
-        program.extend(of.choices([*names], k=of.randint(0, most)) if names else ())
+    def some(names: Iterable[str], most: int) -> None:
+        names = [*names]
+        program.extend(of.choices(names, k=of.randint(0, most)) if names else ())
 
     for _ in range(of.randint(2, 5)):
-        some(ANYWHERE | BETWEEN, 2)
+        some([*anywhere, *BETWEEN], 2)
         for _ in range(announced or of.randint(1, 2)):
             program.append(of.choice(ONCE if announced else [*PASSES]))
-            some(ANYWHERE if clips or not announced else (), 1)
+            some(anywhere if clips or not announced else (), 1)
         if clips or not announced:
             some([name for name in GRADIENTS if not (announced and name in ADD_ANOTHER)], 3)
-            some(ANYWHERE, 1)
+            some(anywhere, 1)
         program.append(of.choice(["step"] * 4 + [*STEPS]))
     blocks = tuple(of.choices(kinds, k=of.randint(2, 4)))
-    return Case(seed, blocks, of.choice([*PLAIN, *PLAIN, *RULES]), of.choice([*PLACES][1:]), settings, tuple(program))
+    return Case(seed, blocks, rule, of.choice([*PLACES][1:]), settings, tuple(program))
 
 
 class RefusedError(Exception):

@@ -187,7 +187,7 @@ def count(of: Training) -> None:
 
 def held_count(of: Training) -> Any:
     """A count that was taken before goes on, also after a write."""
-    if not hasattr(of, "kept"):
+    if getattr(of, "kept", None) is None:
         of.kept = [v for v in of.optimizer.state[of.params[0]].values() if v.dim() == 0]  # type: ignore[attr-defined]
     for step in of.kept:
         step.add_(3)
@@ -221,7 +221,7 @@ def saved(of: Training) -> Any:
 
 def held(of: Training) -> Any:
     """What was taken from `state` before shows the newest values."""
-    if not hasattr(of, "kept"):
+    if getattr(of, "kept", None) is None:
         of.kept = of.optimizer.state, of.optimizer.state[of.params[0]], tensors(of)  # type: ignore[attr-defined]
     state, entry, parts = of.kept  # type: ignore[attr-defined]
     copies = {k: v.clone() if torch.is_tensor(v) else v for k, v in entry.items()}

@@ -13,7 +13,7 @@ from torch import nn
 import pagoda
 from pagoda.plan.combinations import REFUSED, Feature
 
-PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"
+PAGE = Path(__file__).parent.parent / "docs" / "limits.md"
 BEGIN, END = "<!-- tests/test_combinations.py writes from here -->", "<!-- to here -->"
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.WHOLE: {"optimizer": pagoda.Muon(lr=1e-2)},

@@ -24,6 +24,7 @@ from transformers import (
 
 import pagoda
 from pagoda.cli.main import COMMANDS, main, parse
+from pagoda.config.commands import ScriptConfig
 from tests.checkpoint.test_dequantize import mxfp4
 from tests.test_house import HOUSE
 from tests.text_files import chats, write_lines, write_pretrained
@@ -65,11 +66,16 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def flags_of(config: type) -> set[str]:
-    """The flags of a subcommand."""
+    """The flags of a subcommand, with those of TRL's script."""
     shown = io.StringIO()
     with pytest.raises(SystemExit), contextlib.redirect_stdout(shown):
         tyro.cli(config, args=["--help"], console_outputs=True)
-    return set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", shown.getvalue()))
+    found = set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", shown.getvalue()))
+    if issubclass(config, ScriptConfig):
+        from pagoda.integrations.trl import parser_of
+
+        found |= {name for action in parser_of(config.script)._actions for name in action.option_strings} | {"--config"}
+    return found
 
 
 def losses_in(text: str) -> list[float]:

@@ -89,7 +89,7 @@ def test_experts_on_drives_take_the_time_in_which_the_drives_read_and_write_thei
 def test_the_page_has_the_cheapest_experiment_as_the_script_writes_it_and_the_plots() -> None:
     text = papers.EXPERIMENTS_PAGE.read_text()
     assert "\n".join(sections([ten_cache()])) in text, "run `python benchmarks/papers.py experiments` and look"
-    assert all((papers.DOCS / "papers" / name).exists() for name in re.findall(r"\((\S+\.png)\)", text))
+    assert all((papers.DOCS / name).exists() for name in re.findall(r"\((\S+\.png)\)", text))
 
 
 @pytest.mark.slow

@@ -9,6 +9,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from pagoda.config.reading import DataSettings
+from pagoda.train.records import Document
+from pagoda.train.seen import Seen
+from pagoda.train.sources import documents, find
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -78,3 +83,8 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
     """A file of JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def read(name: Path | str, seen: Seen | None = None, **settings: Any) -> list[Document]:
+    """The documents of data."""
+    return [*documents(find(str(name), DataSettings(**settings), "train"), Seen() if seen is None else seen)]

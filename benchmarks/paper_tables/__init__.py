@@ -1,1 +1,1 @@
-"""The tables of docs/papers.md, one module each; `benchmarks/papers.py` writes the page."""
+"""The tables of docs/internals/papers.md, one module each; `benchmarks/papers.py` writes the page."""

@@ -22,14 +22,14 @@ class Claim:
     """A shape to plan as it is, in place of the largest."""
 
 
-_DRAM = "12 bytes a parameter in RAM, not 14 to 16"
+_DRAM = "12 bytes a parameter, not 14 to 16"
 
 CLAIMS: Sequence[Claim] = (
     Claim(
         "18B",
         "PatrickStar, 8xV100, 240 GB",
         Setting("v100-32gx8", batch=4),
-        "GPU memory is home to units too",
+        "GPU memory stores units too",
     ),
     Claim("68B; DeepSpeed 30B", "PatrickStar, 8xA100-40G, 1 TB", Setting("a100-40gx8", batch=4), _DRAM),
     Claim("55B; DeepSpeed 28B", "Angel-PTM, 8xA100-40G, 1 TB, GPT", Setting("a100-40gx8", batch=8), _DRAM),
@@ -40,7 +40,7 @@ CLAIMS: Sequence[Claim] = (
         "13B, data parallel only",
         "ZeRO, 128 V100 (8 DGX-2)",
         Setting("v100-32gx16", nodes=8, batch=2),
-        "ZeRO: stage 2, GPU memory only. Pagoda: stage 3, 13 TB of RAM",
+        "ZeRO: stage 2, no RAM. Pagoda: stage 3, 13 TB of RAM",
     ),
     Claim(
         "170B, 16-way model parallelism",
@@ -52,7 +52,7 @@ CLAIMS: Sequence[Claim] = (
         "1T",
         "ZeRO-Infinity, one DGX-2 with NVMe",
         Setting("v100-32gx16", batch=1, ssd=True),
-        "12 bytes a parameter, not 16 to 20; too few tokens to hide transfers",
+        "12 bytes a parameter, not 16 to 20",
     ),
     Claim(
         "32T",
@@ -71,7 +71,7 @@ CLAIMS: Sequence[Claim] = (
         "1.2T",
         "Angel-PTM, T5-MoE, 256 A100-40G",
         Setting("a100-40gx8", nodes=32, batch=16, experts=256),
-        "RAM updates 4.8B parameters a rank for the FLOPs of 0.7B",
+        "the CPU updates 4.8B parameters a rank",
         named="t5-moe-1.2t",
     ),
 )

@@ -57,7 +57,7 @@ def precision_for(slowdown: float) -> tuple[Precision, str]:
     """The same for a CPU whose products take `slowdown` times as long in bf16 as in fp32."""
     if slowdown <= 1:
         return "bf16", f"this CPU multiplies it {1 / slowdown:.1f} times as fast as fp32"
-    return "fp32", f"this CPU multiplies bf16 {slowdown:.1f} times more slowly"
+    return "fp32", f"this CPU multiplies bf16 in {slowdown:.2f} times the time of fp32"
 
 
 def _layer_seconds(dtype: torch.dtype) -> float:

@@ -17,7 +17,7 @@ def run(config: DataConfig, console: Console) -> int:
     from pagoda.train.tokens import DataSets
 
     data = DataSets(config, console)
-    tokens = opened_tokens(config, config.data, data, open_mesh(), console)
+    tokens = opened_tokens(config.data, config.dataset_train_split, data, open_mesh(), console)
     if not config.seq_len:
         seq_len, reasons = sequence_length(config, tokens)
         config = replace(config, seq_len=seq_len)

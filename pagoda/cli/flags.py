@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
@@ -21,12 +21,13 @@ _MAY_BE_EMPTY = ("--prompt", "--system")
 
 
 def parsed(config: Callable[..., _T], args: list[str], prog: str, default: _T | None) -> _T:
-    """The settings that `args` give. `default` provides the values of flags that are not given.
+    """The settings that `args` give. `default` provides the values of flags that are not given. A configuration of
+    another program's script gets unknown flags as `others`.
 
     Raises ConfigError for an unknown flag, and what the settings refuse. Raises SystemExit after help, and after tyro
     has printed what it cannot read.
     """
-    names = [flag(name) for name, _ in _settings(config)]  # type: ignore[arg-type]
+    names = [flag(name) for name, _ in settings_of(config)]  # type: ignore[arg-type]
     given: dict[str, Any] = {} if default is None else {"default": default}
     complaint = io.StringIO()
     try:
@@ -43,6 +44,8 @@ def parsed(config: Callable[..., _T], args: list[str], prog: str, default: _T | 
             raise error from None
         print(complaint.getvalue(), end="", file=sys.stderr)
         raise
+    if hasattr(found, "others"):
+        return replace(found, others=tuple(unknown))  # type: ignore[type-var]
     if unknown:
         name = unknown[0].partition("=")[0]
         raise unknown_name(name, names, f"{prog} has no flag or argument {name!r}.", f"`{prog} --help` lists all.")
@@ -60,14 +63,23 @@ def check_not_empty(args: Sequence[str]) -> None:
             raise ConfigError(f"{name or 'an argument'} is empty: give a value, or leave it out")
 
 
+def value_of(args: Sequence[str], flag: str) -> str | None:
+    """The value of a flag in a command line, or None."""
+    for arg, after in zip(args, [*args[1:], ""], strict=bool(args)):
+        name, _, value = arg.partition("=")
+        if name == flag:
+            return value or after or None
+    return None
+
+
 def with_flags(message: str, config: type | None) -> str:
     """A message about settings in Python with the names that their flags have, as far as `config` has such flags."""
     if config is None:
         return message
-    names = {name for name, _ in _settings(config)}
+    names = {name for name, _ in settings_of(config)}
     unusual = sorted((name for name in names if "_" in name or "." in name), key=len, reverse=True)
     several = "|".join(map(re.escape, unusual))
-    call = r"(?:pagoda\.)?(?:wrap|Memory|Tiles|Updates|MixedPrecision|Activations)\((\w+)=([^()]*)\)"
+    call = r"(?:pagoda\.)?(?:wrap|Paging|Memory|Tiles|Updates|MixedPrecision|Activations)\((\w+)=([^()]*)\)"
     value = r"(?:=('[^']*'|\.\.\.|[\w.]+\w))?"
 
     def named(name: str, given: str | None) -> str:
@@ -85,12 +97,12 @@ def with_flags(message: str, config: type | None) -> str:
     return re.sub(r"^(\w+)(?= is )", lambda match: flag(match[1]) if match[1] in names else match[0], message)
 
 
-def _settings(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, type) of every setting that has a flag."""
     hints = get_type_hints(config, include_extras=True)
     for field in fields(config):
         hint = hints[field.name]
         if is_dataclass(hint):
-            yield from _settings(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            yield from settings_of(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
         elif tyro.conf.Suppress not in getattr(hint, "__metadata__", ()):
             yield prefix + field.name, hint

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, cast
@@ -19,14 +20,19 @@ from rich.console import Console
 
 from pagoda.cli.flags import check_not_empty, parsed, with_flags
 from pagoda.cli.train import defaults_of
+from pagoda.cli.trl import defaults_of_script
 from pagoda.config.commands import (
     CalibrateConfig,
     DataConfig,
+    DpoConfig,
     ExportConfig,
     GcConfig,
     GenerateConfig,
+    GrpoConfig,
     InspectConfig,
+    KtoConfig,
     ReportConfig,
+    RewardConfig,
 )
 from pagoda.console import FailingOnce
 from pagoda.errors import PagodaError, StorageError, unknown_name
@@ -37,6 +43,7 @@ from pagoda.train.config import TrainConfig, flat
 USER_ERROR = 2
 _INTERRUPTED = 130
 _UNREAD = 141
+_LAST_KEPT = "interrupted; nothing after the last checkpoint is kept"
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Command:
     dataclass's defaults."""
     interrupted: str = "interrupted; nothing was written"
     """The message after Ctrl-C."""
+    module: str | None = None
+    """The name of the module, if it is not that of the command."""
 
     @property
     def purpose(self) -> str:
@@ -58,7 +67,11 @@ class Command:
 
 
 COMMANDS = (
-    Command("train", TrainConfig, defaults_of, "interrupted; nothing after the last checkpoint is kept"),
+    Command("train", TrainConfig, defaults_of, _LAST_KEPT),
+    *(
+        Command(each.script, each, partial(defaults_of_script, each), _LAST_KEPT, "trl")
+        for each in (DpoConfig, GrpoConfig, KtoConfig, RewardConfig)
+    ),
     Command("data", DataConfig),
     Command("plan", PlanConfig),
     Command("export", ExportConfig),
@@ -114,7 +127,7 @@ def _run(args: Sequence[str]) -> int:
         with _warnings_in_one_line(settings):
             command, config = parse(args)
             interrupted = command.interrupted
-            code: int = import_module(f"pagoda.cli.{command.name}").run(config, _Console())
+            code: int = import_module(f"pagoda.cli.{command.module or command.name}").run(config, _Console())
             return code
     except PagodaError as error:
         return _tell(with_flags(str(error), settings), USER_ERROR)

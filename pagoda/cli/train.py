@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pagoda.cli.flags import value_of
 from pagoda.config.decode import is_text
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
@@ -44,24 +45,15 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     for arg in args:
         if not is_text(arg):
             raise ConfigError(f"{arg!r} is not UTF-8 text, which the settings of a run are: rename it")
-    given = _value(args, "--config")
+    given = value_of(args, "--config")
     if "--resume" in args:
-        if (out := _value(args, "--out")) is None:
+        if (out := value_of(args, "--out")) is None:
             raise ConfigError("--resume continues a run: name its directory with --out")
         if given:
             raise ConfigError("--config starts another run, and --resume continues one: leave one of them out")
         run_dir = RunDir(Path(out))
-        if _value(args, "--model") is not None and not run_dir.config.exists():
+        if value_of(args, "--model") is not None and not run_dir.config.exists():
             return None  # the run was killed before the end of its first step, or never began: the flags describe it
         started = run_dir.continued_config({arg.partition("=")[0].removeprefix("--") for arg in args})
         return replace(started, out=Path(out), resume=True, checkpoint=LAST, trace=None)
     return read_settings(Path(given)) if given else None
-
-
-def _value(args: Sequence[str], flag: str) -> str | None:
-    """The value of a flag, or None."""
-    for arg, after in zip(args, [*args[1:], ""], strict=bool(args)):
-        name, _, value = arg.partition("=")
-        if name == flag:
-            return value or after or None
-    return None

@@ -1,14 +1,17 @@
-"""The settings of `pagoda data`, `export`, `generate`, `report`, `calibrate`, `inspect` and `gc`."""
+"""The settings of `pagoda data`, `dpo` and TRL's other scripts, `export`, `generate`, `report`, `calibrate`, `inspect`
+and `gc`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
 from pagoda.config.memory import Memory
 from pagoda.config.reading import Reading
-from pagoda.config.settings import require, require_count
+from pagoda.config.run import StatesConfig
+from pagoda.config.settings import Settings, require, require_count
+from pagoda.config.training import ActivationMode, UpdateMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +19,81 @@ class DataConfig(Reading):
     """Say what `pagoda train` would read from data, ignore and leave out. That is: formats, roles, lengths, the share
     of tokens that the loss counts, keys that nothing reads, what is left out or cut and why, and one example."""
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A file, a folder, a glob in quotes, or stdlib, as in --data of `pagoda train`."""
+    data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """Files, folders, globs in quotes, data sets of the Hugging Face Hub, or stdlib, as in --data of `pagoda train`."""
     model: str
     """The model that `pagoda train` would train, which gives the tokenizer and the longest sequence: a Hugging Face
     directory, ORG/NAME in the local Hugging Face cache, or a built-in shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptConfig(Settings):
+    """What Pagoda adds to the flags of one of TRL's scripts."""
+
+    script: ClassVar[str]
+    """TRL's name of the script."""
+    trainer: ClassVar[str]
+    """The trainer that the script uses."""
+    memory: Memory = field(default_factory=Memory)
+    """Where training state may live, and how much of it. On a GPU, pages take half of its free memory by default."""
+    optimizer: str | None = None
+    """adamw, adam, sgd, signsgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other
+    class. By default the one that TRL's --optim names. The learning rate is TRL's; AdamW has its other settings too."""
+    optim: StatesConfig = field(default_factory=StatesConfig)
+    activations: ActivationMode | None = None
+    """What happens to activations: keep, recompute, offload, recompute+offload or auto, as for `pagoda train`. It
+    replaces TRL's --gradient_checkpointing, which by default recomputes them."""
+    update: UpdateMode = "sync"
+    """sync: forward reads weights with all earlier updates. async: they lack the last step's, which changes results."""
+    autocast: bool = False
+    """With TRL's --bf16: compute under autocast with weights and gradients in fp32, as TRL does. By default they are in
+    bf16 with an fp32 master, which moves half of the bytes."""
+    skip_non_finite: bool = False
+    """Skip a step whose gradients are NaN or infinite, with a warning. By default it ends the run."""
+    export: bool = False
+    """Write the whole model into each checkpoint, for from_pretrained. The end of the run always writes it into
+    --output_dir."""
+    checkpoint_minutes: float = 0.0
+    """Also save a checkpoint if so many minutes have passed since the last one. 0: only as --save_steps says."""
+    others: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    """The flags that are TRL's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferringConfig(ScriptConfig):
+    """What Pagoda adds to a script that has a reference model."""
+
+    reference: Memory = field(default_factory=Memory)
+    """Where the weights of the reference model may live. By default it has a quarter of each size in `memory`, which
+    the trained model then lacks, and directories of its own in those of memory.ssd."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig(ReferringConfig):
+    """Train a model on pairs of a better and a worse answer (DPO) as `trl dpo` does, with its state in pages."""
+
+    script, trainer = "dpo", "DPOTrainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(ReferringConfig):
+    """Train a model on rewards of what it writes (GRPO) as `trl grpo` does, with its state in pages."""
+
+    script, trainer = "grpo", "GRPOTrainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoConfig(ReferringConfig):
+    """Train a model on answers that are marked good or bad (KTO) as `trl kto` does, with its state in pages."""
+
+    script, trainer = "kto", "KTOTrainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(ScriptConfig):
+    """Train a reward model on pairs of a better and a worse answer as `trl reward` does, with its state in pages."""
+
+    script, trainer = "reward", "RewardTrainer"
 
 
 @dataclass(frozen=True, kw_only=True)

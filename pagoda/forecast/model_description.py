@@ -160,7 +160,7 @@ def check_named(name: str) -> None:
 
 def _with_papers(error: ConfigError) -> ConfigError:
     """The error. If the model is unknown, it lists the papers' shapes, too."""
-    known = f" The papers' shapes: {', '.join(PAPER_SHAPES)}." if "unknown model" in str(error) else ""
+    known = f". The papers' shapes: {', '.join(PAPER_SHAPES)}." if "unknown model" in str(error) else ""
     return ConfigError(f"{error}{known}")
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import os
 import re
 import shutil
 import time
@@ -99,8 +98,8 @@ class Checkpoints:
                 if self._mesh.everyone.rank == 0:
                     now.staged.complete(now.replaced)
                 return
-            again = [now.staged.replaced] if os.path.lexists(now.staged.directory) else []
-            states = [path / STATE for path in (*now.replaced, *again)]
+            same = [now.staged.replaced] if directory.exists() else []
+            states = [path / STATE for path in (*now.replaced, *same)]
             self.optimizer.save_checkpoint(
                 now.staged.state,
                 self._record(),

@@ -21,7 +21,7 @@ from pagoda.checkpoint.optimizer_states import read_entry
 from pagoda.checkpoint.state import state_of
 from pagoda.config.memory import Memory
 from pagoda.config.training import ActivationMode, Activations, MixedPrecision, Precision, Tiles, UpdateMode, Updates
-from pagoda.errors import ConfigError, UsageError
+from pagoda.errors import BudgetError, ConfigError, UsageError
 from pagoda.memory.files import storage_errors
 from pagoda.memory.sizes import directory_and_size
 from pagoda.mesh.mesh import Mesh
@@ -95,6 +95,17 @@ class Paging:
     ) -> PagedOptimizer:
         """Freeze a model and wrap it. Raises the errors of `pagoda.wrap`."""
         return wrap(model.requires_grad_(False), AdamW(), memory=memory, precision=precision, mesh=self.mesh)[1]
+
+    def wrap_reference(self, model: nn.Module, precision: Precision | None) -> PagedOptimizer:
+        """Freeze a reference model and wrap it in its own budgets. It computes as the trained model does, if the
+        framework's configuration has this precision. Raises the errors of `pagoda.wrap`."""
+        chosen = self._precision(model, precision)
+        if isinstance(chosen, MixedPrecision):
+            chosen = chosen.precision
+        try:
+            return self.wrap_frozen(model, self.reference, chosen)
+        except BudgetError as error:
+            raise BudgetError(f"The reference model: {error}", error.tier, error.needed_bytes) from error
 
     def take_over(
         self,

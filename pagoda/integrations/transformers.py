@@ -80,6 +80,8 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, paging: Paging | None = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
         self._paged: PagedOptimizer | None = None
+        self._reference: PagedOptimizer | None = None
+        """Of a reference model in pages."""
         self.checkpoints: Checkpoints | None = None
         self._token_mean: TokenMean | None = None
         self.received: list[int] = []
@@ -188,7 +190,7 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
         def prepare_model(model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
             if evaluation_mode and self.paging.reference is not None and model is not self.model:
-                self.paging.wrap_frozen(model, self.paging.reference)
+                self._reference = self.paging.wrap_reference(model, PRECISIONS[self.args.mixed_precision])
                 model._is_accelerate_prepared = True  # type: ignore[assignment]
             return prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
 

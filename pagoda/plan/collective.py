@@ -50,7 +50,7 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers:
         widest = max(widest, group * row)
     rows = 1 if ranks.replicas == 1 else 1 + ranks.replicas
     longest = max(each.updated_elements(unit) for each in layout.of_all_ranks() for unit in layout.units)
-    piece = min(align(longest), max(1, BLOCK_ELEMENTS // rows // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
+    piece = min(align(max(1, longest)), max(1, BLOCK_ELEMENTS // rows // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
     whole = pages_for(widest, layout.page_bytes)
     landing = whole
     if ranks.shards_weights:

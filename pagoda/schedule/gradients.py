@@ -33,6 +33,8 @@ class Gradients:
         """By unit, the homes that no record uses."""
         self._records: dict[int, GradientRecord] = {}
         """unit -> the record of this step."""
+        self._earlier: dict[int, GradientRecord] = {}
+        """unit -> the record of an earlier step, if an update still needs it."""
         self._to_reduce: list[list[GradientRecord]] = [[] for _ in plan.units]
         """By unit, the records of the parts that ranks have yet to add up, in the order in which they will."""
         self._idle: dict[GradientRecord, None] = {}
@@ -139,12 +141,15 @@ class Gradients:
         """Drop a gradient that is no longer needed."""
         self._waiting.pop(record, None)
         self._unread.pop(record, None)
+        if self._earlier.get(record.unit) is record:
+            del self._earlier[record.unit]
         record.made, record.dropped = [], True
         self._changed(record)
 
     def take(self, unit: int) -> GradientRecord:
         """Hand over the record of this step. Later gradients belong to the next step."""
-        return self._records.pop(unit)
+        record = self._earlier[unit] = self._records.pop(unit)
+        return record
 
     def take_all(self) -> list[GradientRecord]:
         """Hand over the records of this step of all units that have one, in the order of units."""
@@ -215,6 +220,8 @@ class Gradients:
             homes = self._homes[record.unit]
             record.home = homes.pop(0) if homes else None
             return record.home is not None
+        if self._plan.spills and self._earlier.get(record.unit, record) is not record:
+            return False  # SSD has one place for the gradients of a unit
         record.run = self.pages.alloc(count)
         while record.run is None and self._make_room():
             record.run = self.pages.alloc(count)

@@ -104,7 +104,7 @@ def _run(
     checkpoint = beginning.checkpoint
     _check_traced_step(config, beginning.done)
     rule = config.optim.build(config.seed, config.optimizer)
-    tokens = opened_tokens(config, config.data, data, mesh, console)
+    tokens = opened_tokens(config.data, config.dataset_train_split, data, mesh, console)
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         say(console, hint)
     plan = choose_plan(config, console, mesh)

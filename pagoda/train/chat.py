@@ -324,7 +324,7 @@ class ChatTemplate:
         beginning, found, _ = self._around(chat, index, index + 1)
         if not found:
             raise self._unclear(chat, index)
-        return _same(alone, beginning)
+        return common_prefix_length(alone, beginning)
 
     def _found_again(self, chat: _Chat, index: int, turn: str, text: str) -> Span | None:
         """Where a turn is in the text of a conversation that continues, or None if the template writes it differently
@@ -338,7 +338,7 @@ class ChatTemplate:
             return None
         # It includes the tokens that follow it both here and at the end of a conversation.
         ends, goes_on = (self._tokenizer(each, add_special_tokens=False) for each in (at_end, after))
-        same = _same(ends["input_ids"], goes_on["input_ids"])
+        same = common_prefix_length(ends["input_ids"], goes_on["input_ids"])
         return stop - len(own), stop + (ends.token_to_chars(same - 1).end if same else 0)
 
     def _around(self, chat: _Chat, index: int, count: int) -> tuple[str, str, str]:
@@ -401,7 +401,7 @@ def _has_markers(where: str, template: str) -> bool:
     return any(before[0] == "block_begin" and value == "generation" for before, (_, value) in pairwise(parts))
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many elements at the beginning are equal."""
     differing = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
     return next(differing, min(len(one), len(other)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import tyro
 
 from pagoda.config.decode import decoded
-from pagoda.config.reading import Reading
+from pagoda.config.reading import Data, Reading
 from pagoda.config.run import StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
@@ -30,6 +30,7 @@ _FREE_ON_RESUME = frozenset(
     {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel"}
     | {"checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "save_at_end", "steps", "out", "resume"}
     | {"checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
+    | {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_revision", "dataset_streaming"}
     | {"eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt", "sample_tokens", "report_to"}
     | {"tokens_per_step", "epochs", "verbose", "config", "speculate", "batch_size", "accumulation_steps"}
 )
@@ -112,12 +113,13 @@ class TrainConfig(Reading, SizedRun):
     built-in shape, such as llama-15m, qwen3-4b or gpt-LAYERSxHIDDEN, which starts from random weights."""
     download: bool = False
     """Download the --model ORG/NAME from the Hugging Face Hub first, as far as it is not in the cache."""
-    data: str | None = None
-    """Data to train on: a file, a folder, a glob in quotes, or stdlib (the source code of Python's standard library),
-    the default for random weights. Text files, or records (JSON Lines, JSON, CSV, Parquet, Arrow) with texts (columns
-    text, content) or conversations (messages, conversations; instruction and output). Of a conversation, the loss
-    counts what assistants write."""
-    eval_data: str | None = None
+    data: Annotated[Data | None, tyro.conf.arg(metavar="DATA [DATA ...]")] = None
+    """Data to train on, read with Hugging Face's datasets: files, folders, globs in quotes, data sets of the Hub
+    (ORG/NAME), or stdlib (the source code of Python's standard library), the default for random weights. Texts, or
+    records (JSON Lines, JSON, CSV, Parquet, Arrow, WebDataset) with texts (columns text, content), prompts and
+    completions, or conversations (messages, conversations; instruction and output). The loss counts completions, and
+    what assistants write."""
+    eval_data: Annotated[Data | None, tyro.conf.arg(metavar="DATA [DATA ...]")] = None
     """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
     --eval-every steps, and keeps the checkpoint with the lowest."""
     eval_share: float | None = None

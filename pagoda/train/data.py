@@ -2,8 +2,9 @@
 
 The tokens of a data set are cut into rows of at most `seq_len` tokens. Text is continuous: rows are consecutive
 windows, and the last incomplete one is dropped.
-Conversations are kept whole: a row has as many as fit, and is padded. Within a row, attention and loss end at the end
-of each document: positions start again, and no token is predicted from another document.
+Conversations, and prompts with their completions, are kept whole: a row has as many as fit, and is padded. Within a
+row, attention and loss end at the end of each document: positions start again, and no token is predicted from another
+document.
 
 An epoch visits every row once, in an order keyed by (seed, epoch). Sample number g = ((step * accumulation_steps +
 index) * ranks + rank) * batch_size + position is row g % rows of epoch g // rows. So in each forward pass, ranks have
@@ -39,12 +40,12 @@ class Rows:
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
     cut: int = 0
-    """Number of conversations with more than `length` tokens. They are cut to that length."""
+    """Number of whole documents with more than `length` tokens. They are cut to that length."""
     longest: int = 0
-    """Tokens of the longest conversation."""
+    """Tokens of the longest whole document."""
     dropped: int = 0
-    """Number of conversations, or of sequences of a text, that were left out because the loss counts none of their
-    tokens. Of a conversation, these may all be after the cut."""
+    """Number of whole documents, or of sequences of a text, that were left out because the loss counts none of their
+    tokens. These may all be after the cut."""
 
     @staticmethod
     def of(tokens: Tokens, length: int, packs: bool = True) -> "Rows":
@@ -52,15 +53,16 @@ class Rows:
 
         Raises ConfigError if there are none, and for texts that are not to be packed.
         """
-        if not packs and not tokens.about.chats:
+        if not packs and not tokens.about.whole:
             raise ConfigError(f"--packing off is for conversations, and data {tokens.about.source!r} has texts")
-        rows = _whole_documents(tokens, length, packs) if tokens.about.chats else _windows(tokens, length)
+        rows = _whole_documents(tokens, length, packs) if tokens.about.whole else _windows(tokens, length)
         if not len(rows):
             about, unit = tokens.about, "tokens" if tokens.about.separates else "bytes"
-            if about.chats:
+            if about.whole:
+                what = "conversation in which an assistant speaks" if about.chats else "completion that begins"
                 raise ConfigError(
-                    f"data {about.source!r} has no conversation in which an assistant speaks within --seq-len {length} "
-                    f"tokens: use a larger --seq-len; the longest has {rows.longest}"
+                    f"data {about.source!r} has no {what} within --seq-len {length} tokens: use a larger --seq-len; "
+                    f"the longest has {rows.longest}"
                 )
             if rows.dropped:
                 raise ConfigError(
@@ -224,7 +226,8 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
 
     def targets_of_step(self, step: int) -> int:
         """Number of tokens in all forward passes of a step, on all ranks, that the loss counts."""
-        if not self.rows.tokens.about.separates:  # then the loss counts as many tokens of every row
+        about = self.rows.tokens.about
+        if not about.separates and about.targets == about.tokens:  # then the loss counts as many tokens of every row
             return self.samples_per_step * (self.rows.length - 1)
         passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
         return sum(counted(self.of_rows(self.row_indices(step, *each))["labels"]) for each in passes)

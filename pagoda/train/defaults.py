@@ -12,7 +12,7 @@ from pagoda.budgets import HOST_SHARE, compute_device
 from pagoda.calibrate.matmul import usual_precision
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.config.memory import FIRST_SHARE
-from pagoda.config.reading import Reading
+from pagoda.config.reading import Reading, names_of
 from pagoda.console import say
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import MALLOC, activations_of
@@ -103,7 +103,7 @@ def _chosen(asked: TrainConfig, ranks: int, data: DataSets) -> tuple[TrainConfig
         reasons.append(f"--precision {precision}: {reason}")
     if asked.depends_on_data:
         assert asked.data is not None, "it is chosen now"
-        asked, held, why = _by_data(asked, ranks, data.open(asked.data))
+        asked, held, why = _by_data(asked, ranks, data.open(asked.data, asked.dataset_train_split))
         reasons += why
     if asked.activations is None:  # as `pagoda plan` decides, since the batch is the user's
         asked, why = _with_activations(asked, asked.batch_size, replace(_Estimate.of_run(asked), kept=1))
@@ -149,7 +149,7 @@ def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfi
             reasons.append(f"--eval-share {_EVAL_SHARE}: of {rows:,} sequences, to see whether what is learned holds")
     held = round(rows * (asked.eval_share or 0))
     left = rows - held
-    usual = 3.0 if tokens.about.chats else 1.0
+    usual = 3.0 if tokens.about.whole else 1.0
     epochs = asked.epochs or usual
     smaller = "a smaller --batch-size" if asked.batch_size else "fewer --tokens-per-step"
     if not asked.batch_size:
@@ -226,7 +226,7 @@ def _warmup(config: TrainConfig) -> tuple[int, list[str]]:
 def _new_directory(asked: TrainConfig) -> Path:
     """A directory in runs/ that does not exist yet, with the names of model and data."""
     assert asked.data is not None, "it is chosen first"
-    stem = f"{Path(asked.model).resolve().name}-{Path(asked.data).stem}".replace("*", "")
+    stem = f"{Path(asked.model).resolve().name}-{Path(names_of(asked.data)[0]).stem}".replace("*", "")
     return unused(Path("runs") / stem, "-")
 
 
@@ -234,12 +234,13 @@ def sequence_length(asked: Reading, tokens: Tokens) -> tuple[int, list[str]]:
     """Tokens of a sequence, and why."""
     positions = positions_of(asked.model)
     most = _MOST_SEQ_LEN if positions is None else min(positions, _MOST_SEQ_LEN)
-    if tokens.about.chats:
+    if tokens.about.whole:
         lengths = np.diff(tokens.ends, prepend=0)
         needed = int(np.quantile(lengths, 0.99, method="inverted_cdf"))
         seq_len = min(most, 1 << (max(needed, 16) - 1).bit_length())
         whole = (lengths <= seq_len).mean()
-        why = f"{int(100 * whole)}% of conversations have as many tokens or fewer"
+        kind = "conversations" if tokens.about.chats else "documents"
+        why = f"{int(100 * whole)}% of {kind} have as many tokens or fewer"
         limit = "the model's positions" if positions == seq_len else "the most by default"
         return seq_len, [f"--seq-len {seq_len}: {why}" + f"; {limit}" * (needed > seq_len)]
     seq_len = most = min(most, _SEQ_LEN)

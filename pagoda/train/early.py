@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from pagoda.config.memory import Memory
+from pagoda.config.reading import names_of
 from pagoda.config.run import PACKAGES, needs_package
 from pagoda.errors import ConfigError, check_installed
 from pagoda.memory.ssd.lock import lock_directories
@@ -12,7 +13,7 @@ from pagoda.models.lora import NO_PEFT
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.config import TrainConfig
 from pagoda.train.run_dir import LAST, RunDir, check_not_in_use
-from pagoda.train.sources import STDLIB, find
+from pagoda.train.sources import check_exists
 
 
 def refuse_early(config: TrainConfig, ranks: int = 1, again: bool = False) -> None:
@@ -31,9 +32,8 @@ def refuse_early(config: TrainConfig, ranks: int = 1, again: bool = False) -> No
         model_directory(config.model)
     if config.tokenizer not in (None, "bytes") and not Path(config.tokenizer).is_dir():
         raise ConfigError(f"--tokenizer {config.tokenizer} is not a directory with the files of a tokenizer")
-    for name in (config.data, config.eval_data):
-        if name not in (None, STDLIB):
-            find(name, config.column, config.skip_bad)
+    for name in (*names_of(config.data or ()), *names_of(config.eval_data or ())):
+        check_exists(name)
 
 
 def _check_packages(config: TrainConfig) -> None:

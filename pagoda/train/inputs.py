@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from pagoda.budgets import compute_device
-from pagoda.config.reading import Reading
+from pagoda.config.reading import Data
 from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.memory.ram import free_ram
@@ -34,13 +34,13 @@ _ROUNDING, _ROUNDING_16 = 2e-6, 2e-4
 causes at most 2e-7 in fp32. A model that reads the first document changes by 1e-4 or more."""
 
 
-def opened_tokens(config: Reading, name: str, data: DataSets, mesh: Mesh, console: Console) -> Tokens:
+def opened_tokens(asked: Data, split: str, data: DataSets, mesh: Mesh, console: Console) -> Tokens:
     """The tokens of --data or --eval-data. Prints what was read, and what was ignored or left out. The first rank reads
-    the files, and tokenises them if their tokens are not in the cache; the other ranks find them there.
+    the data, and tokenises them if their tokens are not in the cache; the other ranks find them there.
 
     Raises ConfigError if data or tokenizer cannot be used, and StorageError if there is no room for the tokens.
     """
-    tokens = data.open(name, from_first(mesh, "the data", lambda: data.open(name).key))
+    tokens = data.open(asked, split, from_first(mesh, "the data", lambda: data.open(asked, split).key))
     say(console, *described(tokens, data.tokenizer))
     return tokens
 
@@ -58,7 +58,7 @@ def batches_of(
     say(console, *sequences(rows))
     evaluated: Rows | None = None
     if config.eval_data is not None:
-        other = opened_tokens(config, config.eval_data, data, mesh, console)
+        other = opened_tokens(config.eval_data, config.dataset_test_split, data, mesh, console)
         _check_vocabulary(config, model, other)
         evaluated = Rows.of(other, rows.length, config.packs)
     elif config.eval_share:
@@ -196,9 +196,10 @@ def described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
     """Messages about what was read from the files, and what was ignored or left out."""
     about = tokens.about
     kind = "conversation" if about.chats else "document"
+    where = f" in {many(about.files, 'file')}" if about.files else ""
     lines = [
         f"Tokens: {tokenizer.name}",
-        f"Data: {about.source}, {many(about.documents, kind)} in {many(about.files, 'file')}, "
+        f"Data: {about.source}, {many(about.documents, kind)}{where}, "
         f"{about.tokens:,} tokens, of which the loss counts {about.targets / about.tokens:.0%}",
     ]
     if about.separates:
@@ -211,17 +212,18 @@ def described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
 def sequences(rows: Rows) -> list[str]:
     """Messages about how the tokens are cut into sequences."""
     about = rows.tokens.about
+    kind = "conversation" if about.chats else "document"
     padding = 1 - (rows.stops - rows.starts).sum() / (len(rows) * rows.length)
-    padded = f", {padding:.0%} padding" if about.chats else ""
+    padded = f", {padding:.0%} padding" if about.whole else ""
     lines = [f"Sequences: {len(rows):,} of {rows.length:,} tokens{padded}"]
     if rows.cut:
         lines.append(
-            f"{rows.cut:,} of {about.documents:,} conversations have more than --seq-len {rows.length} tokens, the "
+            f"{rows.cut:,} of {about.documents:,} {kind}s have more than --seq-len {rows.length} tokens, the "
             f"longest {rows.longest:,}: they are cut"
         )
     if rows.dropped:
-        what = many(rows.dropped, "conversation" if about.chats else "sequence")
+        what = many(rows.dropped, kind if about.whole else "sequence")
         lines.append(f"Left out {what} in which the loss counts no token")
-    if not about.chats and (rest := len(rows.tokens) % rows.length):
+    if not about.whole and (rest := len(rows.tokens) % rows.length):
         lines.append(f"Left out the last {many(rest, 'token')}, less than a sequence")
     return lines

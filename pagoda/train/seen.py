@@ -42,34 +42,34 @@ class Seen:
 
     def lines(self) -> list[str]:
         """Messages about all of it."""
-        lines = []
-        if self.formats:
-            lines.append(f"Records: {_counts(self.formats)}")
-        if self.roles:
-            unknown = sorted(self.roles.keys() - ROLES)
-            warning = f". Unknown: {', '.join(unknown[:_MOST_LISTED])}; the loss does not count them" if unknown else ""
-            lines.append(f"Roles: {_counts(self.roles)}{warning}")
-        if self.ignored:
-            lines.append(f"Keys that are ignored: {_counts(self.ignored)}")
+        unknown = sorted(self.roles.keys() - ROLES)
+        warning = f". Unknown: {first(unknown)}; the loss does not count them" if unknown else ""
+        counts = (
+            ("Records", self.formats, ""),
+            ("Roles", self.roles, warning),
+            ("Keys that are ignored", self.ignored, ""),
+        )
+        lines = [f"{what}: {_counts(counter)}{more}" for what, counter, more in counts if counter]
         reasons = Counter(self.left_out).most_common()
         for reason, count in reasons[:_MOST_LISTED]:
-            lines.append(f"Left out {many(count, 'record')}: {reason} ({_first(self.places[reason], count)})")
+            lines.append(f"Left out {many(count, 'record')}: {reason} ({first(self.places[reason], count)})")
         if rest := reasons[_MOST_LISTED:]:
             lines.append(f"Left out {many(sum(n for _, n in rest), 'record')} for {len(rest):,} other reasons")
         if self.skipped:
             files = [f"{path}: {reason}" for path, reason in self.skipped[:_MOST_PLACES]]
-            lines.append(f"Left out {many(len(self.skipped), 'file')}: {_first(files, len(self.skipped))}")
+            lines.append(f"Left out {many(len(self.skipped), 'file')}: {first(files, len(self.skipped))}")
         return [*lines, *(remark.format(count=count) for remark, count in self.remarks.items())]
 
 
 def _counts(counter: Mapping[str, int]) -> str:
     """Names with their counts, the most frequent ones first."""
-    return _first([f"{name} {count:,}" for name, count in Counter(counter).most_common(_MOST_LISTED)], len(counter))
+    return first([f"{name} {count:,}" for name, count in Counter(counter).most_common()])
 
 
-def _first(some: Sequence[str], count: int) -> str:
-    """The first of `count` parts of a list."""
-    return "; ".join(some) + "; ..." * (count > len(some))
+def first(some: Sequence[str], count: int = 0, between: str = "; ") -> str:
+    """The first parts of a list, which has `count` parts, or as many as are given."""
+    shown = some[:_MOST_LISTED]
+    return between.join(shown) + f"{between}..." * (max(count, len(some)) > len(shown))
 
 
 def many(count: int, noun: str) -> str:

@@ -20,20 +20,25 @@ def read_settings(path: Path) -> TrainConfig:
 
     Raises ConfigError if it cannot be read, or if a setting in it is unknown or has the wrong type.
     """
-    try:
-        settings = _yaml(read_regular(path, most_bytes=_MOST_BYTES).decode())
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path} cannot be read: {error.strerror or error}: name a file of settings"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+    settings = read_yaml(path)
     if isinstance(settings, Mapping):
         settings = {name: value for name, value in settings.items() if name != "hash"}
     try:
         return TrainConfig.from_settings(settings)
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from error
+
+
+def read_yaml(path: Path) -> Any:
+    """The contents of a file of settings. Raises ConfigError if it cannot be read or is not YAML."""
+    try:
+        return _yaml(read_regular(path, most_bytes=_MOST_BYTES).decode())
+    except OSError as error:
+        raise ConfigError(
+            f"--config {path} cannot be read: {error.strerror or error}: name a file of settings"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from error
 
 
 def settings_as_yaml(config: TrainConfig) -> str:

@@ -1,207 +1,271 @@
-"""The files that `--data` names, as a stream of documents that needs little RAM."""
+"""Reads `--data` with Hugging Face's datasets, as a stream of documents that needs little RAM.
 
+Files are read one by one, so that an error names the file. JSON is read as text and parsed line by line: a broken line
+is then one bad record, and records need not all have the same keys.
+"""
+
+import codecs
 import glob
-import io
+import json
 import os
-import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pagoda.errors import ConfigError
-from pagoda.train.records import RECORDS, TABLES, Document, opened, read_records, suffix
-from pagoda.train.seen import Seen
+from pagoda.config.reading import DataSettings
+from pagoda.errors import ConfigError, check_installed, needed
+from pagoda.models.hub import is_hub_name
+from pagoda.train.records import Document, are_messages, read_row
+from pagoda.train.seen import Seen, first
 
 STDLIB = "stdlib"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-_OTHER_SPLITS = re.compile(
-    "(test|val|valid|validation|eval|evaluation|dev)(s|set|ing|data|split|test)?(?![a-z])", re.IGNORECASE
-)
-"""How names of files and folders begin that hold another split."""
-_NO_RECORDS, _OTHER_SPLIT = "not a file of records", "another split, by its name"
-_PIECE = 1 << 17
-"""Longer texts are read in pieces of this many characters, plus the rest of the last line."""
-_NO_TEXT = re.compile("[\0\udc80-\udcff]")
-_MOST_WHOLE_BYTES = 64 << 20
-"""Files of a folder up to this size are read whole before they are used, so that a file that is not text can be left
-out."""
+_RECORDS = {".arrow": "arrow", ".feather": "arrow", ".parquet": "parquet", ".tar": "webdataset"}
+_RECORDS |= dict.fromkeys((".jsonl", ".ndjson"), "json")
+"""Formats that hold records -> the builder of datasets. A folder that contains any of them is a data set."""
+_TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv"}
+"""Formats that also occur among source code. They hold records if they are named, or are most files of a folder."""
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
+_NEEDS_DATASETS = "data are read with datasets: pip install 'pagoda-train[train]'"
+_BATCH_ROWS = 1024
+"""Rows of Parquet, or lines of a text, that are read at a time."""
+_SMALL_BYTES, _MOST_WHOLE_BYTES = 128 << 10, 64 << 20
+"""Texts up to the first size are one piece. Up to the second one, they are read whole before they are used, so that a
+file of a folder that is not text can be left out."""
+_NUL = "pagoda-nul"
+codecs.register_error(_NUL, lambda error: ("\0", error.end))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Source:
-    """The files of `--data`, sorted by name."""
+    """What a name of `--data` stands for: files on this machine, or a data set of the Hub."""
 
     name: str
-    files: tuple[Path, ...]
-    records: bool
+    settings: DataSettings
+    split: str
+    files: tuple[Path, ...] = ()
+    """Sorted by name."""
+    records: bool = True
     """Whether the files hold records. Otherwise each file is a text."""
     skipped: tuple[tuple[str, str], ...] = ()
     """Files of a folder that are left out, and why."""
-    column: str | None = None
-    skip_bad: bool = False
-    """Whether records that cannot be read are left out."""
+    on_hub: Any = None
+    """The builder of a data set of the Hub, or None."""
 
-    @property
-    def nbytes(self) -> int:
-        return _size(self.files)
+    def key(self) -> list[Any]:
+        """Differs between sources with other documents, and once a file has changed."""
+        if self.on_hub is not None:
+            return [self.name, self.on_hub.config_id, self.on_hub.hash, self.split]
+        stamps = []
+        for path in self.files:
+            with _reading(path):
+                at = path.stat()
+            stamps.append((os.path.realpath(path), at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
+        return [self.records, stamps]
 
 
-def find(name: str, column: str | None = None, skip_bad: bool = False) -> Source:
-    """Find the files of a path, a folder, a glob, or `"stdlib"` (this Python's standard library, without its tests).
+def check_exists(name: str) -> None:
+    """Raises ConfigError if there is nothing of this name, or if datasets is not installed."""
+    check_installed("datasets", _NEEDS_DATASETS)
+    if name and (name == STDLIB or Path(name).exists() or _is_on_hub(name) or glob.glob(name, recursive=True)):
+        return
+    beside = sorted(path.name for path in Path(name or ".").absolute().parent.glob("[!.]*"))
+    raise ConfigError(
+        f"data {name!r} does not exist: give a file, a folder, a glob in quotes, ORG/NAME of the Hugging Face Hub, or "
+        f"'stdlib' ({Path(name).absolute().parent} has {first(beside, between=', ') or 'nothing'})"
+    )
 
-    Hidden entries of a folder are ignored, unless the path or glob names them. A folder with files of records is a data
-    set: only those files are read, except those whose names say that they are another split (test, validation). No link
-    to a folder is followed.
 
-    Raises ConfigError if nothing is there, if no file can be read, or if a folder in it cannot be listed.
+def find(name: str, settings: DataSettings, split: str) -> Source:
+    """Find what a name stands for: a file, a folder, a glob, ORG/NAME on the Hub, or `"stdlib"` (this Python's standard
+    library, without its tests). In a folder with files of records, datasets tells its splits apart.
+
+    Raises ConfigError if nothing is there, or if it cannot be read.
     """
+    check_exists(name)
+    path = Path(name)
     if name == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         library = (p for p in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(p.relative_to(root).parts))
-        return Source(name, _sorted(root, library), records=False)
-    if not name:
-        raise ConfigError("the name of the data is empty: give a file, a folder, a glob in quotes, or 'stdlib'")
-    path = Path(name)
-    found: Iterable[Path]
+        return Source(name, settings, split, tuple(sorted(library)), records=False)
+    if _is_on_hub(name):
+        return Source(name, settings, split, on_hub=_builder(name, settings))
     if path.is_file():
-        return Source(name, (path,), suffix(path) in (RECORDS | TABLES), (), column, skip_bad)
-    if path.is_dir():
-        root, found = path, _below(path)
-    elif path.exists():
-        raise ConfigError(f"data {name!r} is a pipe or a device, which cannot be read twice: write it to a file first")
-    elif matches := glob.glob(name, recursive=True):  # wildcards match no hidden entries
-        # "**" follows links to folders, which may lead to the same ones again.
-        paths = map(Path, sorted(matches, key=lambda match: (len(match), match), reverse=True))
-        root, found = Path(path.anchor), {(os.path.realpath(p.parent), p.name): p for p in paths}.values()
-    else:
-        raise ConfigError(
-            f"data {name!r} does not exist: give a file, a folder, a glob in quotes, or 'stdlib'{_nearby(path)}"
-        )
-    found = [*found]
-    files = _sorted(root, found)
-    used = {*files, *(folder for file in files for folder in file.parents)}
-    skipped = [(str(path), _why_not_read(path)) for path in sorted(found) if path not in used]
+        return Source(name, settings, split, (path,), _suffix(path) in _RECORDS | _TABLES)
+    found = _below(path) if path.is_dir() else (Path(match) for match in glob.glob(name, recursive=True))
+    files = sorted({os.path.realpath(each): each for each in found if each.is_file()}.values())
     if not files:
-        why = "; ".join(Seen(skipped=skipped).lines())
-        raise ConfigError(f"data {name!r} holds no text: there is no file in it{f' ({why})' if why else ''}")
-    return _of_many(Source(name, files, False, tuple(skipped), column, skip_bad), root)
+        raise ConfigError(f"data {name!r} holds no text: there is no file in it")
+    kinds = [_suffix(file) for file in files]
+    if _RECORDS.keys().isdisjoint(kinds) and 2 * sum(kind in _TABLES for kind in kinds) <= len(kinds):
+        return Source(name, settings, split, tuple(files), records=False)
+    kept, why = [file for file in files if _suffix(file) in _RECORDS | _TABLES], "not a file of records"
+    if path.is_dir():
+        kept, why = _of_split(path, kept, settings, split), f"not in the split {split!r}"
+    skipped = tuple((str(file), why) for file in files if file not in {*kept})
+    return Source(name, settings, split, tuple(kept), skipped=skipped)
+
+
+def documents(source: Source, seen: Seen) -> Iterator[Document]:
+    """Every document, in order. `seen` gets the counts of what was read, and the files that turn out not to be text.
+
+    Raises ConfigError for a file, line or row that cannot be read, with the reason.
+    """
+    if not source.records:
+        yield from _texts(source.files, seen)
+        return
+    for where, row in _rows(source):
+        try:
+            if isinstance(row, ConfigError):
+                raise row
+            document = read_row(row, where, source.settings.column, seen)
+        except ConfigError as error:
+            if not source.settings.skip_bad:
+                raise ConfigError(f"{where}: {error}. Or leave out what cannot be read, with --skip-bad") from error
+            seen.leave_out(error, where)
+        else:
+            if document is not None:
+                yield document
+
+
+def _rows(source: Source) -> Iterator[tuple[str, Any]]:
+    """Each row, or why it cannot be read, with its place."""
+    if (builder := source.on_hub) is not None:
+        with _reading(f"the split {source.split!r} of {source.name}"):
+            if source.settings.dataset_streaming:
+                rows = builder.as_streaming_dataset(source.split)
+            else:
+                builder.download_and_prepare()
+                rows = builder.as_dataset(source.split)
+            yield from ((f"{source.name}, row {number}", row) for number, row in enumerate(rows, 1))
+    for path in source.files:
+        with _reading(path):
+            kind = (_RECORDS | _TABLES)[_suffix(path)]
+            yield from _json_rows(path) if kind == "json" else _table_rows(path, kind)
+
+
+def _table_rows(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
+    how: dict[str, Any] = {"batch_size": _BATCH_ROWS} if kind == "parquet" else {}
+    if kind == "csv":  # all columns are text: as a number, 007 would be 7
+        how = {"sep": "\t" if _suffix(path) == ".tsv" else ",", "keep_default_na": False}
+        names: dict[str, Any] = next(iter(_loaded(kind, [path], nrows=1, **how)), {})
+        how["features"] = _datasets().Features(dict.fromkeys(names, _datasets().Value("string")))
+    yield from ((f"{path}, row {number}", row) for number, row in enumerate(_loaded(kind, [path], **how), 1))
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Lines of JSON, or why they cannot be read. A .json file may be one list, of rows or of messages."""
+    first_line = next(iter(_text_rows([path], "line")), {"text": ""})["text"]
+    if _suffix(path) == ".json" and first_line.lstrip().startswith("["):
+        rows = json.loads(next(iter(_text_rows([path], "document")))["text"])
+        entries = enumerate([rows] if are_messages(rows) else rows, 1)
+        yield from ((f"{path}, entry {number}", row) for number, row in entries)
+        return
+    for number, line in enumerate(_text_rows([path], "line"), 1):
+        if not line["text"].strip():
+            continue
+        try:
+            row = json.loads(line["text"])
+        except (ValueError, RecursionError) as error:
+            row = ConfigError(f"not JSON: {error}. Each line must be one record, or a .json file one list of records")
+        yield f"{path}, line {number}", row
+
+
+def _texts(files: Sequence[Path], seen: Seen) -> Iterator[Document]:
+    """Each file as a text, in pieces that end with a line. Files that are not UTF-8 are left out of several, unless
+    they are very large."""
+    sizes = {path: path.stat().st_size for path in files}
+    small = [path for path in files if sizes[path] <= _SMALL_BYTES]
+    whole = iter(_text_rows(small, "document") if small else ())
+    for path in files:
+        with _reading(path):
+            if sizes[path] <= _SMALL_BYTES:
+                pieces: Iterable[str] = [next(whole)["text"]]
+            else:
+                pieces = ("".join(rows["text"]) for rows in _text_rows([path], "line").iter(_BATCH_ROWS))
+            if len(files) > 1 and sizes[path] <= _MOST_WHOLE_BYTES:
+                pieces = [*pieces]
+                if any("\0" in piece for piece in pieces):
+                    seen.skipped.append((str(path), "not UTF-8 text"))
+                    continue
+            line, before = 1, ""
+            for piece in pieces:
+                if "\0" in piece:
+                    line += (before + piece[: piece.index("\0")]).count("\n")
+                    raise ConfigError(
+                        f"{path}, line {line}: not UTF-8 text: convert it, as with iconv, or leave it out"
+                    )
+                if before:
+                    yield Document(str(path), before, begins=line == 1, ends=False)
+                line, before = line + before.count("\n"), piece
+            yield Document(str(path), before, begins=line == 1)
+
+
+def _text_rows(paths: Sequence[Path], by: str) -> Any:
+    """Texts by line or document. What is not UTF-8 becomes NUL, which no text has."""
+    how = {"sample_by": by, "keep_linebreaks": True, "encoding": "utf-8-sig", "encoding_errors": _NUL}
+    return _loaded("text", paths, **how)
+
+
+def _loaded(kind: str, paths: Sequence[Path], **how: Any) -> Any:
+    """The rows of files."""
+    files = [glob.escape(str(path.absolute())) for path in paths]
+    return _datasets().load_dataset(kind, data_files=files, split="train", streaming=True, **how)
+
+
+def _datasets() -> Any:
+    return needed("datasets", _NEEDS_DATASETS)
+
+
+def _builder(name: str, settings: DataSettings) -> Any:
+    """The builder of a folder or of a data set of the Hub."""
+    with _reading(f"data {name!r}"):
+        return _datasets().load_dataset_builder(name, settings.dataset_config, revision=settings.dataset_revision)
+
+
+def _of_split(folder: Path, files: Sequence[Path], settings: DataSettings, split: str) -> list[Path]:
+    """The files of a folder that datasets takes for those of a split."""
+    root = folder.resolve()
+    splits = {str(split): {*paths} for split, paths in _builder(str(root), settings).config.data_files.items()}
+    if split not in splits:
+        raise ConfigError(
+            f"data {str(folder)!r} has no split {split!r}, only {', '.join(splits)}: name one, with "
+            "--dataset-train-split or --dataset-test-split"
+        )
+    return [file for file in files if str(root / file.relative_to(folder)) in splits[split]]
+
+
+@contextmanager
+def _reading(what: object) -> Iterator[None]:
+    """Raises every error of what is read as a ConfigError: datasets and the packages under it have many kinds."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        said = str(error.__cause__ or error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ConfigError(f"{what} cannot be read: {said[0]}") from error
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """What is in a folder and its folders, without folders and hidden entries."""
+    """The files in a folder and its folders, without hidden entries. No link to a folder is followed."""
 
     def refuse(error: OSError) -> None:
         raise ConfigError(f"the folder {error.filename} cannot be read: {error.strerror}") from error
 
     for place, folders, files in os.walk(folder, onerror=refuse):
-        linked = [name for name in folders if Path(place, name).is_symlink()]
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(place, name) for name in (*files, *linked) if not name.startswith("."))
+        yield from (Path(place, name) for name in files if not name.startswith("."))
 
 
-def _why_not_read(path: Path) -> str:
-    """Why something that is not a file is not read."""
-    if path.is_dir():
-        return "a folder, or a link to one: name it"
-    return "a link to nothing" if path.is_symlink() else "a pipe or a device"
+def _is_on_hub(name: str) -> bool:
+    return is_hub_name(name) and _suffix(Path(name)) not in {*_RECORDS, *_TABLES, ".txt"}
 
 
-def _of_many(found: Source, root: Path) -> Source:
-    """The files of a folder or a glob, as texts or as records."""
-    kinds = RECORDS
-    if not any(suffix(path) in RECORDS for path in found.files):
-        kinds = RECORDS | TABLES
-        if 2 * _size(path for path in found.files if suffix(path) in TABLES) <= _size(found.files):
-            return replace(found, column=None, skip_bad=False)
-    kept, skipped = [], [*found.skipped]
-    for path in found.files:
-        if suffix(path) not in kinds:
-            table = suffix(path) in TABLES
-            skipped.append((str(path), "beside files of records, read only if it is named" if table else _NO_RECORDS))
-        elif Path(found.name) == root and any(map(_OTHER_SPLITS.match, path.relative_to(root).parts)):
-            skipped.append((str(path), _OTHER_SPLIT))
-        else:
-            kept.append(path)
-    if not kept:
-        other = next(path for path, reason in skipped if reason == _OTHER_SPLIT)
-        raise ConfigError(
-            f"data {found.name!r} holds only files of other splits, such as {Path(other).name}: name one of them"
-        )
-    return replace(found, files=tuple(kept), records=True, skipped=tuple(skipped))
-
-
-def documents(source: Source, seen: Seen, read: Callable[[int], None]) -> Iterator[Document]:
-    """Every document, in order. `read` is called with the number of bytes read since its last call. `seen` gets the
-    counts of what was read, and the files of a folder that turn out not to be text.
-
-    Raises ConfigError for a file, line or row that cannot be read, with the reason.
-    """
-    for path in source.files:
-        try:
-            if source.records:
-                yield from read_records(path, seen, read, source.column, source.skip_bad)
-            else:
-                yield from _texts(path, len(source.files) == 1, seen, read)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _texts(path: Path, alone: bool, seen: Seen, read: Callable[[int], None]) -> Iterator[Document]:
-    """A text file in pieces. A file that is not UTF-8 text is refused if it is `alone`, and left out otherwise."""
-    size = path.stat().st_size
-    if alone or size > _MOST_WHOLE_BYTES:
-        for piece in _pieces(path):
-            yield piece
-            read(len(piece.text))
-        return
-    try:
-        yield from list(_pieces(path))
-    except _NotTextError as error:
-        seen.skipped.append((str(path), error.reason))
-    except OSError as error:
-        seen.skipped.append((str(path), error.strerror or type(error).__name__))
-    read(size)
-
-
-def _pieces(path: Path) -> Iterator[Document]:
-    """A text file in pieces that end at the end of a line, unless a line is longer than a piece."""
-    line, begins = 1, True
-    with opened(path) as file:
-        # Bytes that are not UTF-8 become surrogates, which valid UTF-8 text cannot contain.
-        reader = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-        after = reader.read(_PIECE) + reader.readline(_PIECE)
-        while piece := after:
-            if bad := _NO_TEXT.search(piece):
-                reason = "binary (holds NUL bytes)" if bad[0] == "\0" else "not UTF-8"
-                raise _NotTextError(path, line + piece.count("\n", 0, bad.start()), reason)
-            line += piece.count("\n")
-            piece = piece.removeprefix("\ufeff" * begins)
-            after = reader.read(_PIECE) + reader.readline(_PIECE)
-            yield Document(str(path), piece, begins=begins, ends=not after)
-            begins = False
-
-
-class _NotTextError(ConfigError):
-    """A file that is not UTF-8 text."""
-
-    def __init__(self, path: Path, line: int, reason: str) -> None:
-        super().__init__(f"{path}, line {line}: {reason}: give a file or folder with UTF-8 text")
-        self.reason = reason
-
-
-def _sorted(root: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
-    return tuple(sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix()))
-
-
-def _size(files: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
-
-
-def _nearby(path: Path) -> str:
-    """The names of entries in the directory from which a path is missing, for error messages."""
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        return f" (there is no directory {parent})"
-    names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
-    return f" ({parent} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
+def _suffix(path: Path) -> str:
+    """The suffix that names a file's format, without the suffix of its compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return next((suffix for suffix in suffixes[::-1] if suffix not in _COMPRESSED), "")

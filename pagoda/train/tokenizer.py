@@ -16,7 +16,7 @@ from pagoda.errors import ConfigError
 from pagoda.memory.files import read_regular
 from pagoda.models.build import import_transformers, vocabulary_of
 from pagoda.models.gguf import gguf_in
-from pagoda.train.chat import ChatTemplate, trl_version
+from pagoda.train.chat import ChatTemplate, common_prefix_length, trl_version
 from pagoda.train.records import Document, Message
 from pagoda.train.seen import Seen
 
@@ -119,9 +119,11 @@ class ByteTokenizer(Tokenizer):
                     f"{document.where} is a conversation, and there is no tokenizer to write it with: give --tokenizer "
                     "DIR, or put the tokenizer's files into the model's directory"
                 )
-            text = ("\n" if document.begins and not first else "") + document.text
+            before = ("\n" if document.begins and not first else "") + document.prompt
             first = False
-            encoded.append(np.frombuffer(text.encode(), np.uint8).astype(np.int32))
+            ids = np.frombuffer((before + document.text).encode(), np.uint8).astype(np.int32)
+            ids[: len(before.encode()) if document.prompt else 0] ^= -1
+            encoded.append(ids)
         return encoded
 
     def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
@@ -202,16 +204,21 @@ class ModelTokenizer(Tokenizer):
         return text
 
     def _texts(self, documents: Sequence[Document]) -> list[Encoded]:
-        found = self._tokenizer(
-            [document.text for document in documents],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )["input_ids"]
-        return [
-            np.array([*self._before * d.begins, *ids, *self._after * d.ends], dtype=np.int32)
-            for d, ids in zip(documents, found, strict=True)
-        ]
+        """As TRL tokenizes them: a completion begins where the tokens differ from those of the prompt alone."""
+        encoded = []
+        prompts = iter(self._ids([document.prompt for document in documents if document.prompt]))
+        for document, ids in zip(documents, self._ids([d.prompt + d.text for d in documents]), strict=True):
+            found = [*self._before * document.begins, *ids, *self._after * document.ends]
+            asked = len(self._before) + common_prefix_length(next(prompts), ids) if document.prompt else 0
+            encoded.append(np.array([*(~id_ for id_ in found[:asked]), *found[asked:]], dtype=np.int32))
+        return encoded
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        off = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+        found: list[list[int]] = self._tokenizer(texts, **off)["input_ids"]
+        return found
 
 
 def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:

@@ -2,14 +2,14 @@
 
 `tokens` has every token of every document, in order: id, or ~id if the loss does not count it, in 16 or 32 bits. `ends`
 has the end of each document, int64. `about.json` has all other facts, and a hash of each of the three. The directory's
-name is a hash of everything that decides the tokens: the content of the files, the tokenizer, the column. The directory
-appears complete or not at all. Data and tokens are read whole when they are opened, to compare the hashes.
+name is a hash of what decides the tokens: names, sizes and times of the files, or the revision of a data set on the
+Hub; the tokenizer; the column. The directory appears complete or not at all. So data are read once, to be tokenized.
+Tokens that another command has written are read when they are opened, to compare the hashes.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +20,10 @@ import numpy.typing as npt
 import xxhash
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pagoda.checkpoint.directory import committed
-from pagoda.config.reading import Reading
+from pagoda.config.reading import Data, DataSettings, Reading, names_of
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import open_regular, read_regular, sync_descriptor, write_durably
 from pagoda.memory.forms import whole, with_hash
@@ -34,8 +34,9 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer, open_tokenizer
 
-_FORMAT = 9
+_FORMAT = 10
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
+_USUAL = DataSettings()
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
 """Documents are tokenised in batches of at most this size. Larger batches take more RAM; smaller ones leave cores
 idle."""
@@ -54,8 +55,11 @@ class About:
     """Number of tokens that the loss counts."""
     documents: int = 0
     files: int
+    """0 for data sets of the Hub."""
     chats: bool = False
-    """Whether documents are conversations, which are kept whole."""
+    """Whether documents are conversations."""
+    whole: bool = False
+    """Whether documents are conversations, or prompts with their completions, which are kept whole."""
     separates: bool
     """Whether attention and loss end at the end of a document."""
     most: int = 0
@@ -83,7 +87,7 @@ class Tokens:
 
 
 class DataSets:
-    """The data sets of a command. Each is opened once, because their files and tokens are then read whole.
+    """The data sets of a command. Each is opened once, because its tokens are then read whole.
 
     Raises ConfigError for a model that does not predict the next token.
     """
@@ -95,46 +99,46 @@ class DataSets:
                 "that predict the next token: train it with pagoda.integrations.transformers.Seq2SeqTrainer"
             )
         self._config, self._console = config, console
-        self._opened: dict[str, Tokens] = {}
+        self._opened: dict[tuple[Data, str], Tokens] = {}
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises ConfigError."""
         return open_tokenizer(model_directory(self._config.model), self._config.tokenizer)
 
-    def open(self, name: str, key: str | None = None) -> Tokens:
-        """The tokens of a data set. `key` is that of its tokens, if another rank has opened it. Raises like
-        `open_tokens`."""
-        if name not in self._opened:
-            how = self._config.cache, self._config.column, self._console, self._config.skip_bad, key
-            self._opened[name] = open_tokens(name, self.tokenizer, *how)
-        return self._opened[name]
+    def open(self, data: Data, split: str, key: str | None = None) -> Tokens:
+        """The tokens of --data or --eval-data, of a split of its data sets. `key` is that of its tokens, if another
+        rank has opened it. Raises like `open_tokens`."""
+        if (data, split) not in self._opened:
+            how = self._config.cache, self._config, split, self._console, key
+            self._opened[data, split] = open_tokens(data, self.tokenizer, *how)
+        return self._opened[data, split]
 
 
 def open_tokens(
-    name: str,
+    data: Data,
     tokenizer: Tokenizer | None = None,
     cache: Path | None = None,
-    column: str | None = None,
+    settings: DataSettings = _USUAL,
+    split: str = "train",
     console: Console | None = None,
-    skip_bad: bool = False,
     key: str | None = None,
 ) -> Tokens:
-    """The tokens of `--data` (file, folder, glob, or "stdlib"). They are computed now if they are not in the cache.
+    """The tokens of `--data`. They are computed now if they are not in the cache.
 
-    `column` has the text or the conversation of a record. Progress is shown on `console`. Without a tokenizer, tokens
-    are bytes. With `skip_bad`, records that cannot be used are left out. If there is an entry `key` in the cache, its
-    tokens are taken, and the files are not read.
+    Progress is shown on `console`. Without a tokenizer, tokens are bytes. If there is an entry `key` in the cache, its
+    tokens are taken, and the data are not read.
 
     Raises ConfigError if the data cannot be read or contains no text, and StorageError if the cache cannot be written.
     """
     tokenizer = tokenizer or ByteTokenizer()
-    source = find(name, column, skip_bad)
+    sources = [find(name, settings, split) for name in names_of(data)]
     root = cache or hardware_file().parent / "tokens"
-    place = root / (key or "")
+    place, written = root / (key or ""), False
     if key is None or not place.exists():
-        before = _stamps(source)
-        place = root / _key(source, tokenizer)
+        before = [source.key() for source in sources]
+        facts = [_FORMAT, before, settings.column, settings.skip_bad, tokenizer.key, np.little_endian]
+        place = root / xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
     if not place.exists():
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -143,33 +147,34 @@ def open_tokens(
             with FileLock(lock):
                 if not place.exists():
                     with committed(place) as folder:
-                        _Writer(folder, source, tokenizer).write(console or Console(quiet=True))
-                        if _stamps(source) != before:
-                            raise ConfigError(f"data {name!r} changed while it was read: try again once it is written")
+                        _Writer(folder, sources, tokenizer).write(console or Console(quiet=True))
+                        if [source.key() for source in sources] != before:
+                            raise ConfigError(f"data {data!r} changed while it was read: try again once it is written")
+                    written = True
         except OSError as error:
             raise StorageError(
-                f"the tokens of {name!r} cannot be kept in {root}: {error.__cause__ or error}. They take 2 to 4 bytes "
+                f"the tokens of {data!r} cannot be kept in {root}: {error.__cause__ or error}. They take 2 to 4 bytes "
                 "each; name another directory with --cache"
             ) from error
-    return _opened(place, source, tokenizer)
+    return _opened(place, sources, tokenizer, check=not written)
 
 
-def _opened(place: Path, source: Source, tokenizer: Tokenizer) -> Tokens:
+def _opened(place: Path, sources: Sequence[Source], tokenizer: Tokenizer, check: bool) -> Tokens:
     """Map the files of a cache entry. They may have been written for other names of the same files.
 
-    Raises ConfigError if they are damaged.
+    Raises ConfigError if they are damaged. With `check`, reads them whole for that.
     """
     try:
         facts = whole(read_regular(place / _ABOUT))
         known = About(**{**facts, "seen": Seen(**facts["seen"])})
         ids = _mapped(place / _TOKENS, f"int{8 * known.itemsize}", known.tokens)
         ends = _mapped(place / _ENDS, "int64", known.documents)
-        if known.fingerprint != "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends)):
+        if check and known.fingerprint != "".join(xxhash.xxh3_64_hexdigest(content.data) for content in (ids, ends)):
             raise ValueError("not those that were written")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokens in {place} are damaged ({error}): delete that directory") from error
-    known.source, known.tokenizer = source.name, tokenizer.name
-    known.seen.skipped = [*source.skipped, *known.seen.skipped]
+    known.source, known.tokenizer = _named(sources), tokenizer.name
+    known.seen.skipped = [*_skipped(sources), *known.seen.skipped]
     return Tokens(known, ids, ends, place.name)
 
 
@@ -178,44 +183,25 @@ def _mapped(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
         return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
 
 
-def _key(source: Source, tokenizer: Tokenizer) -> str:
-    """Identifies the tokens of a data set."""
-    files = []
-    for path in source.files:
-        try:
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-        except OSError as error:  # it is refused or left out once it is read as text
-            content = str(error)
-        files.append((os.path.realpath(path), content))
-    facts = [_FORMAT, files, source.records, source.column, source.skip_bad, tokenizer.key, np.little_endian]
-    return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+def _named(sources: Sequence[Source]) -> str:
+    return ", ".join(source.name for source in sources)
 
 
-def _stamps(source: Source) -> list[tuple[int, ...] | None]:
-    """What the file system says of each file. It differs once a file has changed."""
-    found: list[tuple[int, ...] | None] = []
-    for path in source.files:
-        try:
-            status = path.stat()
-        except OSError:
-            found.append(None)
-        else:
-            found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    return found
+def _skipped(sources: Sequence[Source]) -> list[tuple[str, str]]:
+    return [skipped for source in sources for skipped in source.skipped]
 
 
 class _Writer:
-    """Writes the tokens of a source into a directory."""
+    """Writes the tokens of sources, one after another, into a directory."""
 
-    def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
-        self._folder, self._source, self._tokenizer = folder, source, tokenizer
+    def __init__(self, folder: Path, sources: Sequence[Source], tokenizer: Tokenizer) -> None:
+        self._folder, self._sources, self._tokenizer = folder, sources, tokenizer
         self._hashes = xxhash.xxh3_64(), xxhash.xxh3_64()
         self._about = About(
-            source=source.name,
+            source=_named(sources),
             tokenizer=tokenizer.name,
             itemsize=2 if tokenizer.vocabulary <= 1 << 15 else 4,
-            files=len(source.files),
+            files=sum(len(source.files) for source in sources),
             separates=tokenizer.separates,
             seen=Seen(),
         )
@@ -223,27 +209,27 @@ class _Writer:
     def write(self, console: Console) -> None:
         """Tokenise all documents, and show the progress. Raises ConfigError if there is no text."""
         bar = Progress(
-            TextColumn(f"Tokenising {self._source.name}"),
-            BarColumn(bar_width=None),
-            DownloadColumn(),
-            TimeRemainingColumn(),
+            SpinnerColumn(),
+            TextColumn(f"Tokenising {self._about.source}: {{task.completed:,}} documents and conversations"),
+            TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
             transient=True,
         )
         with bar, (self._folder / _TOKENS).open("xb") as tokens, (self._folder / _ENDS).open("xb") as ends:
-            task = bar.add_task("", total=self._source.nbytes)
-            found = documents(self._source, self._about.seen, lambda nbytes: bar.advance(task, nbytes))
+            task = bar.add_task("", total=None)
+            found = (document for source in self._sources for document in documents(source, self._about.seen))
             for batch in _batches(found):
                 self._write_batch(batch, tokens, ends)
+                bar.update(task, completed=self._about.documents)
             for file in (tokens, ends):
                 file.flush()
                 sync_descriptor(file.fileno(), self._folder)
         about = self._about
         if not about.documents:
-            why = "; ".join(replace(about.seen, skipped=[*self._source.skipped, *about.seen.skipped]).lines())
+            why = "; ".join(replace(about.seen, skipped=[*_skipped(self._sources), *about.seen.skipped]).lines())
             raise ConfigError(
-                f"data {self._source.name!r} holds no text{f' ({why})' if why else ''}: give a file or folder "
+                f"data {about.source!r} holds no text{f' ({why})' if why else ''}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
             )
         about.files -= len(about.seen.skipped)
@@ -257,10 +243,11 @@ class _Writer:
         stops: list[int] = []
         for document, ids in self._encoded(batch):
             counted = int(np.count_nonzero(ids >= 0))
-            if document.messages and not counted:
+            if (document.messages or document.prompt) and not counted:
                 about.seen.leave_out(_untrained(document), document.where)
                 continue
             about.chats |= bool(document.messages)
+            about.whole |= bool(document.messages or (document.prompt and about.separates))
             kept.append(ids)
             about.tokens += len(ids)
             about.targets += counted
@@ -278,7 +265,7 @@ class _Writer:
 
     def _encoded(self, batch: list[Document]) -> Iterator[tuple[Document, Encoded]]:
         """Documents with their tokens. With `skip_bad`, conversations that the chat template refuses are left out."""
-        one_by_one = self._source.skip_bad and any(document.messages for document in batch)
+        one_by_one = self._sources[0].settings.skip_bad and any(document.messages for document in batch)
         for some in ([document] for document in batch) if one_by_one else [batch]:
             try:
                 encoded = self._tokenizer.encode(some, self._about.seen, first=not self._about.tokens)
@@ -298,7 +285,7 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
         if not (document.text or document.messages):
             continue
         batch.append(document)
-        characters += len(document.text)
+        characters += len(document.prompt) + len(document.text)
         if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
@@ -307,7 +294,9 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _untrained(document: Document) -> str:
-    """Why the loss counts nothing in a conversation."""
+    """Why the loss counts nothing in a conversation, or of a completion."""
+    if not document.messages:
+        return "its completion has no token of its own"
     roles = [message["role"] for message in document.messages]
     if "assistant" not in roles:
         return f"no assistant speaks. Its roles: {', '.join(dict.fromkeys(roles))}"

@@ -131,6 +131,25 @@ def test_gradients_in_16_bits_are_those_of_torch_alone_and_what_is_not_written_k
         assert one.abs().sum() > 0
 
 
+@pytest.mark.parametrize("place", ["ram", "ssd", "device"])
+def test_steps_without_a_forward_between_them_use_their_own_gradients(place: str, wrap: Wrap, tmp_path: Path) -> None:
+    """As in evolution strategies. Nothing else waits for the updates, whose gradients are on SSD meanwhile."""
+    weights = []
+    for paged in (False, True):
+        model: Any = Net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), **RULE)
+        if paged:
+            model, optimizer = wrap(model, places(tmp_path)[place], rule=rule(), precision="fp32")
+        of = Training(model, optimizer)
+        for _ in range(6):
+            for param in model.parameters():
+                param.grad = of.noise(param)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([param.detach().clone() for param in model.parameters()])
+    assert_alike(*weights, place)
+
+
 @pytest.mark.parametrize("by", ["model", "optimizer"])
 def test_gradients_set_to_zero_update_parameters_that_the_next_step_does_not_use(by: str, wrap: Wrap) -> None:
     """Also after `step()`, as weight decay and momentum do in plain PyTorch."""

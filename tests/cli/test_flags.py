@@ -19,7 +19,8 @@ from pagoda.train.config import TrainConfig
 
 OF_A_RUN = {
     # What it trains on, and where it writes.
-    "download", "data", "column", "skip_bad", "tokenizer", "cache",
+    "download", "data", "column", "skip_bad", "dataset_config", "dataset_train_split", "dataset_test_split",
+    "dataset_revision", "dataset_streaming", "tokenizer", "cache",
     "eval_data", "eval_share", "eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt",
     "sample_tokens", "packing", "epochs", "config", "report_to", "seed", "out", "resume", "checkpoint",
     "save_at_end", "trace_step", "verbose",

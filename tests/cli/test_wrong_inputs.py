@@ -12,7 +12,7 @@ from tests.text_files import chats, write_lines, write_pretrained
 TRAIN, CHATS = "train --model model", "train --model model --data chats.jsonl"
 WRONG = {
     # the command and its flags
-    "": r"a command is missing\. Commands: train, data,",
+    "": r"a command is missing\. Commands: train, dpo,",
     "trian": r"no command 'trian'\. Did you mean 'train'\?",
     f"{CHATS} --stepz 4": r"pagoda train has no flag or argument '--stepz'\. Did you mean '--steps'\?",
     f"{CHATS} --optim.rl=3": r"'--optim\.rl'\. Did you mean '--optim\.lr'\?",
@@ -35,8 +35,9 @@ WRONG = {
     f"{TRAIN} --data broken.jsonl": r"line 1: not JSON: .*--skip-bad",
     f"{TRAIN} --data empty.jsonl": "holds no text: give a file or folder",
     f"{TRAIN} --data other.jsonl": r"none of its columns \(foo\) .* Name the column with --column",
-    f"{TRAIN} --data table.csv": r"table\.csv, line 2: none of its columns \(a, b\)",
-    f"{TRAIN} --data binary.jsonl": "line 1: not JSON: 'utf-8' codec can't decode",
+    f"{TRAIN} --data table.csv": r"table\.csv, row 1: none of its columns \(a, b\)",
+    f"{TRAIN} --data binary.jsonl": r"line 1: not JSON: .*--skip-bad",
+    f"{TRAIN} --data chats.jsonl none.jsonl": "'none.jsonl' does not exist: give a file",
     "data none.jsonl --model model": "does not exist: give a file",
     "train --model t5-moe-15m --data chats.jsonl": r"has an encoder and a decoder, .* train it with .*Seq2SeqTrainer",
     "data chats.jsonl --model t5-moe-15m": r"has an encoder and a decoder, .* train it with .*Seq2SeqTrainer",

@@ -51,6 +51,17 @@ def trainers_of_ranks(out: Path) -> dict[str, Any]:
     return {**found, "resumed": logged(resumed, "loss", "eval_loss")}
 
 
+def dpo_on_ranks(out: Path) -> dict[str, list[float]]:
+    """Losses of DPO on these ranks, of TRL's own trainer and of the paged one, with its reference model in pages."""
+    from integrations import test_trl
+
+    paging = Paging(memory=memory(out / "ssd", "2MiB"), reference=memory(out / "reference", "1MiB"))
+    found = {}
+    for name, pages in {"stock": None, "paged": paging}.items():
+        found[name] = logged(test_trl.trained("DPO", out / name, paging=pages, **test_trl.CASES["DPO"](out)), "loss")
+    return found
+
+
 def accelerate_on_ranks(out: Path) -> dict[str, Any]:
     """What Accelerate's own loop finds on these ranks, the paged one, and that after its state was loaded. And what
     comes of saving on one rank alone."""

@@ -44,6 +44,13 @@ def test_on_two_ranks_it_is_the_stock_trainer_on_two_ranks(ranks: RankServer, tm
     assert saved.dtype is torch.float32
 
 
+def test_dpo_on_two_ranks_is_trls_own_on_two_ranks(ranks: RankServer, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    found = on_two_ranks(ranks, "dpo_on_ranks", tmp_path)
+    assert len(found["paged"]) == 4
+    assert found["paged"] == pytest.approx(found["stock"], rel=1e-6)
+
+
 def test_accelerate_on_two_ranks_is_the_stock_one_on_two_ranks(ranks: RankServer, tmp_path: Path) -> None:
     found = on_two_ranks(ranks, "accelerate_on_ranks", tmp_path)
     assert found["paged"][1::3] == found["stock"][1::3]

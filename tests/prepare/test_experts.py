@@ -261,7 +261,7 @@ def test_the_bias_of_routing_which_no_gradient_changes_is_kept_in_fp32(merge: bo
 
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
-    code = page.partition("## Adapters of experts")[2].partition("```python\n")[2].partition("```")[0]
+    code = page.partition("## LoRA adapters of experts")[2].partition("```python\n")[2].partition("```")[0]
     built("mixtral").save_pretrained(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"pagoda": pagoda, "peft": peft}

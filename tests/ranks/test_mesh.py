@@ -7,6 +7,7 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
 from pagoda.mesh.world import World
 from pagoda.optim import AdamW
+from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, discover
@@ -83,6 +84,13 @@ def test_slices_hold_every_element_once_and_fit_their_extents(stage: int, count:
                 assert span.at + len(span) <= layout.elements(unit, state)
     written = [e for one in shards for span in one.responsible(unit, WEIGHT) for e in range(span.start, span.stop)]
     assert sorted(written) == list(range(unit.numel))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_frozen_model_has_buffers_that_are_not_empty(stage: int) -> None:
+    """`Buffers.open` takes each from memory, which gives no empty ones."""
+    layout, _ = layout_of(stage, 4, frozen=10)
+    assert reduce_buffers(layout).piece > 0
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

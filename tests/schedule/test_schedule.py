@@ -8,7 +8,7 @@ from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 
-from .at_once import end_all, units_of
+from .at_once import end, end_all, units_of
 
 
 def plan(frames: int, **unit: Any) -> SchedulePlan:
@@ -366,6 +366,20 @@ def test_a_gradient_does_not_arrive_in_a_buffer_that_an_update_reads() -> None:
     assert made(scheduler, 0) == []
     scheduler.gradient_used(update)
     assert units_of(Kind.OFFLOAD, scheduler.take()) == [0]
+
+
+def test_a_gradient_waits_for_the_update_with_an_earlier_one_because_ssd_has_one_place_for_both() -> None:
+    scheduler = with_buffers(4)
+    for unit in (0, 1, 2):
+        made(scheduler, unit)
+    scheduler.end_step(clipped=False)
+    (waiting,) = {0, 1, 2} - {*units_of(Kind.UPDATE, begun := end_all(scheduler, updates=False))}
+    assert made(scheduler, waiting) == []
+    assert scheduler.held_back is not None
+    for update in begun:
+        end(scheduler, update)
+    followed = [op.kind for op in end_all(scheduler) if op.unit == waiting]
+    assert followed == [Kind.UPDATE, Kind.OFFLOAD, Kind.SPILL]
 
 
 def test_a_unit_in_use_makes_no_room_though_its_neighbour_would() -> None:

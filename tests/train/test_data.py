@@ -20,7 +20,7 @@ def tokens_of(ids: Any, ends: list[int] | None = None, chats: bool = False) -> T
     kept = np.array(ids, dtype=np.int32)
     about = About(
         source="a text", tokenizer="", itemsize=4, tokens=len(kept), targets=int((kept >= 0).sum()),
-        documents=len(ends or [0]), files=1, chats=chats, separates=ends is not None,
+        documents=len(ends or [0]), files=1, chats=chats, whole=chats, separates=ends is not None,
         most=256, fingerprint="", seen=Seen(),
     )  # fmt: skip
     return Tokens(about, kept, np.array(ends or [len(kept)], dtype=np.int64))

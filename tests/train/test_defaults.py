@@ -167,7 +167,7 @@ def test_every_reason_of_a_choice_is_true_of_it(
     said = {flag: (value, why) for flag, value, why in SAID.findall(shown.getvalue())}
     assert {"--optim.lr"} <= said.keys()
     a_step = chosen.batch_size * chosen.accumulation_steps * ranks
-    tokens = DataSets(asked, Console(quiet=True)).open(chosen.data)
+    tokens = DataSets(asked, Console(quiet=True)).open(chosen.data, "train")
     rows = len(Rows.of(tokens, chosen.seq_len, chosen.packs))
     left = rows - round(rows * chosen.eval_share)
     usual = min(asked.epochs or 9, 3.0 if tokens.about.chats else 1.0)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from pagoda.config.reading import DataSettings
 from pagoda.errors import ConfigError
-from pagoda.train.records import Document, read_records
 from pagoda.train.seen import Seen
 from pagoda.train.tokenizer import ModelTokenizer
 from pagoda.train.tokens import open_tokens
-from tests.text_files import CHATML, tokenizer, write_lines
+from tests.text_files import CHATML, read, tokenizer, write_lines
 
 USER, YES = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -32,33 +32,23 @@ KEYS: dict[str, tuple[Any, list[Any] | str]] = {
     "weight 0 of a text": ({**TEXT, "weight": 0.0}, LEFT_OUT),
     "train of a text": ({**TEXT, "train": True}, "hi"),
     "train false of a question": ({**QUESTION, "train": "False"}, LEFT_OUT),
-    "half a weight of a record": ({**CHAT, "weight": 0.5}, "!has the weight 0.5: a record is counted"),
-    "a weight in words": ({**TEXT, "train": "perhaps"}, "!has the train 'perhaps': a record is counted"),
+    "half a weight of a record": ({**CHAT, "weight": 0.5}, "!has the weight 0.5: it is counted"),
+    "a weight in words": ({**TEXT, "train": "perhaps"}, "!has the train 'perhaps': it is counted"),
     "weight 0 of a message": ({"messages": [USER, {**YES, "weight": 0}]}, [USER, {**YES, "train": False}]),
     "train false of a message": ({"messages": [USER, {**YES, "train": False}]}, [USER, {**YES, "train": False}]),
-    "half a weight of a message": ({"messages": [{**YES, "weight": 0.5}]}, "!has the weight 0.5: a message is counted"),
+    "half a weight of a message": ({"messages": [{**YES, "weight": 0.5}]}, "!has the weight 0.5: it is counted"),
     "system of messages": ({**CHAT, "system": "Be brief."}, [SYSTEM, *TALK]),
     "system of an instruction": ({**ASKED, "system": "Be brief."}, [SYSTEM, *TALK]),
     "system of a prompt": ({**PROMPTED, "system": "Be brief."}, [SYSTEM, *TALK]),
-    "system of a text": ({**TEXT, "system": "Be brief."}, "!text is a text, which has no system: .*--column text"),
     "tools of messages": ({**CHAT, "tools": TOOLS}, TALK),
     "tools of a prompt": ({**PROMPTED, "tools": json.dumps(TOOLS)}, TALK),
-    "tools of a text": ({**TEXT, "tools": TOOLS}, "!text is a text, which has no tools"),
-    "functions": ({**CHAT, "functions": TOOLS}, "!has the column functions: give tools"),
-    "tool_calls of a record": ({**CHAT, "tool_calls": TOOLS}, "!column tool_calls: they belong to a message"),
     "tool_calls of a message": ({"messages": [{**YES, "tool_calls": TOOLS}]}, [{**YES, "tool_calls": TOOLS}]),
     "history of an instruction": ({**ASKED, "history": [["hi", "yes"]]}, [*TALK, *TALK]),
     "history of a question": ({**QUESTION, "history": [["hi", "yes"]]}, [*TALK, *TALK]),
-    "history of messages": ({**CHAT, "history": [["hi", "yes"]]}, "!has the column history: it belongs"),
-    "history of a prompt of messages": ({**PROMPTED, "history": [["hi", "yes"]]}, "!has the column history"),
     "no history": ({**CHAT, "history": [], "tools": "[]", "system": None, "tool_calls": None}, TALK),
     "input": ({**ASKED, "input": "there"}, [{**USER, "content": "hi\n\nthere"}, YES]),
     "a list of messages": (TALK, TALK),
 }  # fmt: skip
-
-
-def read(path: Path, seen: Seen, **how: Any) -> list[Document]:
-    return list(read_records(path, seen, lambda _: None, **how))
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -84,17 +74,19 @@ def test_every_key_that_nothing_reads_is_reported(tmp_path: Path) -> None:
         {"messages": [{**USER, "name": "Bob"}, {**YES, "reasoning": "", "end": False}], "id": 2},
         {"messages": [{**USER, "content": [{"type": "text", "text": "hi", "cache": 1}]}, YES]},
         {**QUESTION, "input": "there"},
-        {**TEXT, "content": "hi", "instruction": "hi", "loss": 0.3},
+        {**TEXT, "content": "hi", "instruction": "hi", "loss": 0.3, "system": "Be brief."},
+        {**CHAT, "functions": TOOLS, "tool_calls": TOOLS, "history": [["hi", "yes"]]},
         [USER, {**YES, "end": True}],
     ]
     tokens = open_tokens(str(write_lines(tmp_path / "a.jsonl", rows)), ModelTokenizer(tmp_path), tmp_path / "cache")
     ignored = {
         "id": 2, "text": 1, "messages[].name (of role user)": 1, "messages[].end (of role assistant)": 2,
-        "messages[].content[].cache": 1, "input": 1,
-        "content": 1, "instruction": 1, "loss": 1,
+        "input": 1,
+        "content": 1, "instruction": 1, "loss": 1, "system": 1,
+        "functions": 1, "tool_calls": 1, "history": 1,
     }  # fmt: skip
     assert tokens.about.seen.ignored == ignored
-    assert tokens.about.seen.formats == {"messages": 4, "question and answer": 1, "text": 1}
+    assert tokens.about.seen.formats == {"messages": 5, "question and answer": 1, "text": 1}
     (line,) = [line for line in tokens.about.seen.lines() if line.startswith("Keys that are ignored: ")]
     assert all(f"{name} {count}" in line for name, count in ignored.items())
 
@@ -139,7 +131,7 @@ def test_records_that_cannot_be_read_are_left_out_on_request_with_their_lines(tm
     model = ModelTokenizer(tmp_path)
     with pytest.raises(ConfigError, match="line 1: not JSON"):
         open_tokens(str(data), model, tmp_path / "cache")
-    tokens = open_tokens(str(data), model, tmp_path / "cache", skip_bad=True)
+    tokens = open_tokens(str(data), model, tmp_path / "cache", DataSettings(skip_bad=True))
     assert (tokens.about.documents, sum(tokens.about.seen.left_out.values())) == (1, 7)
     shown = "\n".join(tokens.about.seen.lines())
     for reason in (
@@ -152,7 +144,3 @@ def test_records_that_cannot_be_read_are_left_out_on_request_with_their_lines(tm
         assert reason in shown
     assert "Left out 2 records: messages[0] has no role" in shown
     assert "a.jsonl, line 3; " in shown
-    table = tmp_path / "b.csv"
-    table.write_text("text,id\na,1\nb,2,3\n")
-    found = read(table, seen := Seen(), skip_bad=True)
-    assert ([each.text for each in found], [*seen.left_out]) == (["a"], ["not as many fields as the 2 of the header"])

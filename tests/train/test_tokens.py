@@ -3,7 +3,6 @@
 import bz2
 import errno
 import gzip
-import hashlib
 import json
 import lzma
 import os
@@ -12,25 +11,27 @@ import signal
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import xxhash
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from pagoda.config.reading import DataSettings
 from pagoda.errors import ConfigError, StorageError
 from pagoda.train import tokens as tokens_module
-from pagoda.train.records import Document, read_records
+from pagoda.train.records import Document
 from pagoda.train.seen import Seen
-from pagoda.train.sources import find
+from pagoda.train.sources import Source, find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
 from pagoda.train.trainer import RunTrainer
-from tests.text_files import CHATML, TEXT, chats, tokenizer, write_lines, write_pretrained
+from tests.text_files import CHATML, TEXT, chats, read, tokenizer, write_lines, write_pretrained
 from tests.tiny import tiny_run, trained, write_model
 
 
@@ -61,7 +62,7 @@ def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path, monkeypatch:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "one.txt").write_text("zwei ä drei", encoding="utf-8")
     (tmp_path / "a.txt").write_text("eins")
-    (tmp_path / "c.bin").write_bytes(b"a\0b")
+    (tmp_path / "c.bin").write_bytes(b"a\0b" * 100_000)
     (tmp_path / "d.txt").write_bytes(b"caf\xe9")
     (tmp_path / "small.json").write_text("{}")
     (tmp_path / ".hidden").write_text("secret")
@@ -69,20 +70,24 @@ def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path, monkeypatch:
     assert text_of(tokens) == "eins\nzwei ä drei\n{}"
     assert tokens.about.files == 3
     assert [(Path(path).name, reason) for path, reason in tokens.about.seen.skipped] == [
-        ("c.bin", "binary (holds NUL bytes)"),
-        ("d.txt", "not UTF-8"),
+        ("c.bin", "not UTF-8 text"),
+        ("d.txt", "not UTF-8 text"),
     ]
     assert text_of(open_tokens(f"{tmp_path}/*.txt")) == "eins"
     monkeypatch.chdir(tmp_path / "b")
     assert text_of(open_tokens("../a*")) == "eins"
     assert text_of(open_tokens(f"{tmp_path}/.hid*")) == "secret"
+    monkeypatch.setattr("pagoda.train.sources._MOST_WHOLE_BYTES", 200_000)
+    with pytest.raises(ConfigError, match=r"c\.bin, line 1: not UTF-8 text"):
+        read(tmp_path)
 
 
 def test_texts_end_with_the_tokenizers_own_end_and_a_long_one_has_the_tokens_of_the_whole(
     model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read in pieces that end with a line."""
-    monkeypatch.setattr("pagoda.train.sources._PIECE", 1000)
+    monkeypatch.setattr("pagoda.train.sources._SMALL_BYTES", 1000)
+    monkeypatch.setattr("pagoda.train.sources._BATCH_ROWS", 7)
     long = "\n".join(line.strip() for line in TEXT.splitlines() if line.strip())
     (tmp_path / "a.txt").write_text(TEXT[:500])
     (tmp_path / "b.txt").write_text(long)
@@ -171,7 +176,6 @@ CONVERSATIONS: dict[str, tuple[str, Any, list[Any]]] = {
         [{"prompt": TALK, "completion": [YES]}],
         [[TALK[0], {**YES, "train": False}, YES]],
     ),
-    "prompt and completion as texts": ("a.json", [{"prompt": "hi", "completion": "yes"}], [TALK]),
     "question and answer": ("a.csv", "question,answer\nhi,yes\n", [TALK]),
     "messages as JSON in a table": ("a.csv", "messages\n" + quoted(json.dumps(TALK)) + "\n", [TALK]),
     "a byte-order mark before an array": ("a.json", "\ufeff" + json.dumps([{"messages": TALK}]), [TALK]),
@@ -189,73 +193,63 @@ CONVERSATIONS: dict[str, tuple[str, Any, list[Any]]] = {
 def test_a_conversation_is_read_as_it_is_meant(case: str, tmp_path: Path) -> None:
     name, content, meant = CONVERSATIONS[case]
     (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    found = read_records(tmp_path / name, Seen(), lambda _: None)
-    assert [list(document.messages) for document in found] == meant
+    assert [list(document.messages) for document in read(tmp_path / name)] == meant
 
 
 def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path) -> None:
-    for suffix, content in (
-        ("zst", packed("zstd", b"a\n") + packed("zstd", b"b\n")),
-        ("gz", gzip.compress(b"a\n") * 2),
-    ):
+    for suffix, module in (("gz", gzip), ("bz2", bz2), ("xz", lzma)):
         path = tmp_path / f"a.txt.{suffix}"
-        path.write_bytes(content)
+        path.write_bytes(module.compress(b"a\n") + module.compress(b"b\n"))
         assert len(open_tokens(str(path))) == 4
 
 
 def test_tools_are_a_list_or_its_json(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "search"}}]
     rows = [{"messages": TALK, "tools": given} for given in (tools, json.dumps(tools))]
-    found = read_records(write_lines(tmp_path / "a.jsonl", rows), Seen(), lambda _: None)
+    found = read(write_lines(tmp_path / "a.jsonl", rows))
     assert [[*document.tools] for document in found] == [tools, tools]
 
 
-def test_a_folder_of_records_is_a_data_set_without_its_other_splits(tmp_path: Path) -> None:
-    for name in ("train.jsonl", "testimony.jsonl", "devices/a.jsonl"):
+def test_a_folder_of_records_is_a_data_set_whose_splits_datasets_tells_apart(tmp_path: Path) -> None:
+    for name in ("train-0.jsonl", "sub/train.jsonl", "test-0.jsonl", "other.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        write_lines(tmp_path / name, [{"text": "to learn"}])
-    others = ("test-00000.jsonl", "val.jsonl", "Validation_2/a.jsonl", "evals.jsonl", "dev/a.jsonl", "testset.jsonl")
-    others += ("testdata.jsonl", "devtest/a.jsonl")
-    for name in others:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        write_lines(tmp_path / name, [{"text": "not to learn"}])
+        write_lines(tmp_path / name, [{"text": name}])
     (tmp_path / "README.md").write_text("a long text beside them " * 100)
-    (tmp_path / "a.csv").write_text("text\nto learn?\n")
-    source = find(str(tmp_path))
-    assert {str(path.relative_to(tmp_path)) for path in source.files} == {
-        "train.jsonl",
-        "testimony.jsonl",
-        "devices/a.jsonl",
-    }
-    assert {str(Path(path).relative_to(tmp_path)): reason for path, reason in source.skipped} == {
-        "README.md": "not a file of records",
-        "a.csv": "beside files of records, read only if it is named",
-        **dict.fromkeys(others, "another split, by its name"),
-    }
+    source = find(str(tmp_path), DataSettings(), "train")
+    assert [str(path.relative_to(tmp_path)) for path in source.files] == ["sub/train.jsonl", "train-0.jsonl"]
+    assert {Path(path).name for path, _ in source.skipped} == {"README.md", "test-0.jsonl", "other.jsonl"}
+    assert text_of(open_tokens(str(tmp_path), split="test")) == "test-0.jsonl"
+    with pytest.raises(ConfigError, match=r"has no split 'dev', only train, test: name one, with --dataset-train-sp"):
+        find(str(tmp_path), DataSettings(), "dev")
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: more\n  data_files: other.jsonl\n---\n")
+    assert [document.text for document in read(tmp_path, dataset_config="more")] == ["other.jsonl"]
 
 
-def test_what_cannot_be_read_in_a_folder_is_listed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_among_other_files_are_texts_unless_they_are_most(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\none\n")
+    (tmp_path / "b.py").write_text("pass")
+    assert [document.text for document in read(tmp_path)] == ["text\none\n", "pass"]
+    (tmp_path / "c.csv").write_text("text\ntwo\n")
+    assert [document.text for document in read(tmp_path)] == ["one", "two"]
+
+
+def test_what_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder's hidden entries, links to folders, and what is no file are not read."""
     folder = tmp_path / "folder"
-    (folder / "sub").mkdir(parents=True)
-    (folder / ".hidden").mkdir()
+    for name in ("sub", ".hidden"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "b.txt").write_text("two")
     (folder / "a.txt").write_text("one")
     (folder / "gone.txt").symlink_to("nothing")
     (folder / "linked").symlink_to(tmp_path)
     os.mkfifo(folder / "pipe")
-    reasons = {
-        "gone.txt": "a link to nothing",
-        "linked": "a folder, or a link to one: name it",
-        "pipe": "a pipe or a device",
-    }
-    for name, more in ((folder, {}), (folder / "*", {"sub": reasons["linked"]})):
-        source = find(str(name))
-        assert source.files == (folder / "a.txt",)
-        assert {Path(path).name: reason for path, reason in source.skipped} == reasons | more
-    assert find(f"{folder}/**").skipped == find(str(folder / "*")).skipped
-    with pytest.raises(ConfigError, match="is a pipe or a device, which cannot be read twice"):
-        find(str(folder / "pipe"))
-    with pytest.raises(ConfigError, match="name of the data is empty"):
-        find("")
+    files = (folder / "a.txt", folder / "sub" / "b.txt")
+    for name, there in ((folder, files), (folder / "*", files[:1])):
+        assert find(str(name), DataSettings(), "train").files == there
+    with pytest.raises(ConfigError, match="there is no file in it"):
+        find(str(folder / "pipe"), DataSettings(), "train")
+    with pytest.raises(ConfigError, match="data '' does not exist"):
+        find("", DataSettings(), "train")
     listed = os.scandir
 
     def scandir(path: str) -> object:
@@ -265,14 +259,7 @@ def test_what_cannot_be_read_in_a_folder_is_listed_or_refused(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(ConfigError, match=r"the folder .*sub cannot be read: Permission denied"):
-        find(str(folder))
-
-
-def packed(codec: str, content: bytes) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(sink, codec) as file:
-        file.write(content)
-    return bytes(sink.getvalue())
+        find(str(folder), DataSettings(), "train")
 
 
 def message(**fields: Any) -> bytes:
@@ -294,38 +281,47 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "no role": ("a.jsonl", b'{"messages": [{"content": "a"}]}\n', r"line 1: messages\[0\] has no role"),
     "no message": ("a.jsonl", b'{"messages": ["a"]}\n', r"line 1: messages\[0\] is a str"),
     "half a character": ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', "line 2: not Unicode text"),
-    "a key twice": ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: .* key 'text' twice"),
-    "a column twice": ("a.csv", b"text,id,text\na,1,b\n", "line 1: two columns have the name 'text'"),
     "half a character in JSON in a text": ("a.jsonl", b'{"messages": "[\\ud83d]"}\n', "none of its columns"),
-    "an object over lines": ("a.json", b'{"data": [\n{"text": "a"}]}\n', "or the file one list of records"),
-    "UTF-16": ("a.txt", "one".encode("utf-16"), "is UTF-16: convert it, as with iconv"),
-    "UTF-32": ("a.txt", "one".encode("utf-32"), "is UTF-32: convert it, as with iconv"),
-    "records in UTF-16": ("a.csv", "text\none".encode("utf-16"), "is UTF-16: convert it, as with iconv"),
+    "an object over lines": ("a.json", b'{"data": [\n{"text": "a"}]}\n', "or a .json file one list of records"),
+    "UTF-16": ("a.txt", "one".encode("utf-16"), "line 1: not UTF-8 text: convert it, as with iconv"),
+    "UTF-32": ("a.txt", "one".encode("utf-32"), "line 1: not UTF-8 text: convert it, as with iconv"),
+    "records in UTF-16": ("a.csv", "text\none".encode("utf-16"), "cannot be read: 'utf-8' codec can't decode"),
     "two system prompts": (
         "a.jsonl",
         b'{"messages": [{"role": "system", "content": "a"}], "system": "b"}\n',
         "another one in the column",
     ),
-    "no system prompt": ("a.jsonl", b'{"messages": [], "system": ["b"]}\n', "system is a list, not text"),
     "messages that are text": ("a.csv", b"messages,id\nhi,1\n", "none of its columns"),
-    "no tools": ("a.jsonl", b'{"messages": [], "tools": 3}\n', "line 1: tools is a int, not a list of tools"),
-    "broken tools": ("a.jsonl", b'{"messages": [], "tools": "search"}\n', "line 1: tools is not JSON"),
-    "broken array": ("a.json", b'[{"text": "a"},', "not JSON"),
-    "fields too many": ("a.csv", b"text,id\na,1\nb,2,3\n", "line 3: not as many fields as the 2"),
-    "an open quote": ("a.csv", b'text,id\na,1\n"b,2\n', "line .: not CSV"),
+    "no tools": ("a.jsonl", message().replace(b"}]", b'}], "tools": 3'), "line 1: tools is not a list of tools, nor"),
+    "broken tools": (
+        "a.jsonl",
+        message().replace(b"}]", b'}], "tools": "a"'),
+        "line 1: tools is not a list of tools, nor",
+    ),
+    "broken array": (
+        "a.json",
+        b'[{"text": "a"},',
+        "a.json cannot be read: Illegal trailing comma|a.json cannot be read: Expecting value",
+    ),
+    "fields too many": ("a.csv", b"text,id\na,1\nb,2,3\n", "cannot be read: .*Expected 2 fields in line 3, saw 3"),
+    "an open quote": ("a.csv", b'text,id\na,1\n"b,2\n', "cannot be read: .*EOF inside string"),
     "Parquet without rows": ("a.parquet", parquet(text=[]), "holds no text"),
-    "no Parquet": ("a.parquet", b"PAR1 is not enough", "cannot be read as parquet"),
-    "no Arrow": ("a.arrow", b"\xff\xff\xff\xff\0\0", "cannot be read as arrow"),
+    "no Parquet": ("a.parquet", b"PAR1 is not enough", "a.parquet cannot be read: Parquet magic bytes"),
+    "no Arrow": ("a.arrow", b"\xff\xff\xff\xff\0\0", "a.arrow cannot be read: "),
     "not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", "line 3: not UTF-8"),
-    "NUL": ("a.txt", b"one\nt\0wo\n", "line 2: binary"),
+    "NUL": ("a.txt", b"one\nt\0wo\n", "line 2: not UTF-8 text"),
     "empty": ("a.txt", b"", "holds no text"),
     "only empty records": ("a.jsonl", b'{"text": ""}\n', "holds no text"),
     "packed badly": ("a.jsonl.gz", b"no gzip", "cannot be read"),
-    "gzip cut short": ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-9], "cut short"),
-    "bzip2 cut short": ("a.txt.bz2", bz2.compress(b"text")[:-1], "cut short"),
-    "xz cut short": ("a.csv.xz", lzma.compress(b"text\na\n")[:-1], "cut short"),
-    "xz damaged": ("a.txt.xz", lzma.compress(b"text")[:-20] + bytes(20), "cannot be unpacked"),
-    "zstd cut short": ("a.txt.zst", packed("zstd", b"text")[:-1], "cut short"),
+    "gzip cut short": (
+        "a.jsonl.gz",
+        gzip.compress(b'{"text": "a"}\n')[:-9],
+        "a.jsonl.gz cannot be read: Compressed file ended",
+    ),
+    "bzip2 cut short": ("a.txt.bz2", bz2.compress(b"text")[:-1], "a.txt.bz2 cannot be read: Compressed file ended"),
+    "xz cut short": ("a.csv.xz", lzma.compress(b"text\na\n")[:-1], "a.csv.xz cannot be read: Compressed file ended"),
+    "xz damaged": ("a.txt.xz", lzma.compress(b"text")[:-20] + bytes(20), "a.txt.xz cannot be read: Corrupt input data"),
+    "zstd cut short": ("a.txt.zst", b"", "a.txt.zst cannot be read: Compression type zstd not supported"),
     "an image": (
         "a.jsonl",
         message(content=[{"type": "image"}]),
@@ -334,17 +330,10 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a split as a weight": (
         "a.json",
         b'{"train": [%s]}' % b",".join([b'{"text": "a"}'] * 99),
-        r"train \[.*\.\.\.\]: a ",
+        r"train \[.*\.\.\.\]: it is",
     ),
-    "no answer": ("a.jsonl", b'{"question": "a", "answer": null}', "line 1: answer is None, not text"),
-    "half a weight": ("a.jsonl", message(weight=0.5), r"messages\[0\] has the weight 0.5: a message is counted"),
+    "half a weight": ("a.jsonl", message(weight=0.5), r"messages\[0\] has the weight 0.5: it is counted"),
     "a trained user": ("a.jsonl", message(role="user", train=True), r"the role 'user': .*Leave train out"),
-    "a call by role": ("a.jsonl", message(role="function_call"), "give an assistant's message with tool_calls"),
-    "a call of old": (
-        "a.jsonl",
-        message(function_call={"name": "look"}),
-        "give an assistant's message with tool_calls",
-    ),
     "no call": ("a.jsonl", message(tool_calls=["look"]), "tool_calls that are not a list of objects"),
     "a single message": (
         "a.jsonl",
@@ -391,13 +380,13 @@ def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
     binary.parent.mkdir()
     binary.write_bytes(b"\x7fELF\0")
     with pytest.raises(ConfigError, match=r"does not exist.*has book.txt"):
-        find(str(tmp_path / "bok.txt"))
-    with pytest.raises(ConfigError, match="there is no directory"):
-        find(str(tmp_path / "no" / "bok.txt"))
-    with pytest.raises(ConfigError, match="binary"):
+        open_tokens(str(tmp_path / "bok.txt"))
+    with pytest.raises(ConfigError, match="no has nothing"):
+        open_tokens(str(tmp_path / "no" / "bok.txt"))
+    with pytest.raises(ConfigError, match="line 1: not UTF-8 text"):
         open_tokens(str(binary))
     with pytest.raises(ConfigError, match=r"line 1: no column 'body'; it has text"):
-        open_tokens(str(write_lines(tmp_path / "a.jsonl", [{"text": "a"}])), column="body")
+        open_tokens(str(write_lines(tmp_path / "a.jsonl", [{"text": "a"}])), settings=DataSettings(column="body"))
 
 
 def test_tokens_are_made_once(model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +458,7 @@ def test_damaged_tokens_are_refused(name: str, model: ModelTokenizer, tmp_path: 
 def test_ram_does_not_grow_with_text(model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python holds while it tokenises; the tokens themselves are mapped from the file."""
     peaks = []
-    monkeypatch.setattr("pagoda.train.sources._PIECE", 1 << 11)
+    monkeypatch.setattr("pagoda.train.sources._SMALL_BYTES", 1 << 11)
     monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 1 << 12)
     for times in (1, 4):
         path = tmp_path / f"{times}.txt"
@@ -524,7 +513,8 @@ def test_a_tokenizer_that_cannot_be_read_is_never_replaced_by_bytes(tmp_path: Pa
 
 def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that is read in pieces has them once."""
-    monkeypatch.setattr("pagoda.train.sources._PIECE", 16)
+    monkeypatch.setattr("pagoda.train.sources._SMALL_BYTES", 16)
+    monkeypatch.setattr("pagoda.train.sources._BATCH_ROWS", 1)
     made = tokenizer(bos_token="<|im_start|>")
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
@@ -539,39 +529,38 @@ def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path, monkeypatch: p
 def test_columns_without_a_name_may_be_several(tmp_path: Path) -> None:
     """Spreadsheets write a comma for each empty column."""
     (tmp_path / "a.csv").write_text("text,,\none,,\n")
-    found = read_records(tmp_path / "a.csv", Seen(), lambda _: None)
-    assert [document.text for document in found] == ["one"]
+    assert [document.text for document in read(tmp_path / "a.csv")] == ["one"]
 
 
-def test_a_run_reads_data_and_tokens_once_before_its_first_step(
+def test_a_run_reads_data_once_before_its_first_step_and_tokens_only_if_they_were_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the reading that tokenises them."""
-    hashed: list[str] = []
-    opened: list[str] = []
-    digest, open_entry = hashlib.file_digest, tokens_module._opened
+    read: list[str] = []
+    hashed: list[int] = []
+    documents, digest = tokens_module.documents, xxhash.xxh3_64_hexdigest
 
-    def counted(file: BinaryIO, kind: object) -> object:
-        hashed.append(Path(file.name).name)
-        return digest(file, kind)
+    def counted(source: Source, seen: Seen) -> Iterator[Document]:
+        read.append(Path(source.name).name)
+        return documents(source, seen)
 
-    def counted_too(place: Path, *others: object) -> Tokens:
-        opened.append(place.name)
-        return open_entry(place, *others)
+    def counted_too(content: bytes | memoryview) -> str:
+        if isinstance(content, memoryview):
+            hashed.append(len(content))
+        return digest(content)
 
-    monkeypatch.setattr(hashlib, "file_digest", counted)
-    monkeypatch.setattr(tokens_module, "_opened", counted_too)
+    monkeypatch.setattr(tokens_module, "documents", counted)
+    monkeypatch.setattr(xxhash, "xxh3_64_hexdigest", counted_too)
     other = tmp_path / "other"
     other.write_text("another text that has a few sequences. " * 20)
     monkeypatch.setattr(RunTrainer, "get_batch_samples", interrupted)
     config = tiny_run(tmp_path, steps=0, seq_len=0, batch_size=0, eval_data=str(other), cache=tmp_path / "cache")
-    for _ in "in the cache or not":
+    for there in (False, True):
+        read.clear()
         hashed.clear()
-        opened.clear()
         with pytest.raises(KeyboardInterrupt):
             trained(config)
-        assert sorted(hashed) == ["other", "text"]
-        assert len(opened) == 2
+        assert sorted(read) == ([] if there else ["other", "text"])
+        assert len(hashed) == (4 if there else 0)  # tokens and ends
 
 
 def interrupted(*_: object) -> None:

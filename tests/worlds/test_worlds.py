@@ -9,7 +9,7 @@ from .mutants import MUTANTS, Mutant
 from .noticing import kept_worlds, noticed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FIRST = sorted({*range(60), *kept_worlds().values()})
+FIRST = sorted({*range(20), *kept_worlds().values()})
 """The first worlds, and those that notice a mutant first: each mutant is noticed by one of them."""
 BATCH = 20
 PARTS = 48
