@@ -59,7 +59,7 @@ def steps(case: Workload, memory: pagoda.Memory, activations: ActivationMode, co
     batches = case.batches()
     for _ in range(count):
         paged.step(next(batches))
-    paged.optimizer.drain()
+    paged.optimizer.synchronize()
     return paged
 
 
@@ -120,7 +120,7 @@ def estimate(ssd: Path) -> list[dict[str, object]]:
 def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
     """MiB of activations that are estimated, and by which the process grows in a step of a few layers."""
     torch.manual_seed(0)
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = build_model(case.model, seq_len=case.seq_len, layers=LAYERS)
     sizes = widths(model.config.get_text_config())
     chunked = chunking_helps(sizes, case.tokens, case.tokens, case.tokens, 4, recomputes(activations))
@@ -135,7 +135,7 @@ def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.drain()
+        optimizer.synchronize()
 
     step(1, 32)
     step(1, 32)
@@ -145,7 +145,9 @@ def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
     before = resident_bytes("self", "VmRSS")
     step(case.batch_size, case.seq_len)
     grown = resident_bytes("self", "VmHWM") - before
-    described = describe_model(PlanConfig(model=case.model, seq_len=case.seq_len, precision="bf16"), count_flops=False)
+    described = describe_model(
+        PlanConfig(model=case.model, max_length=case.seq_len, precision="bf16"), count_flops=False
+    )
     described = replace(described, layers=LAYERS)
     expected = estimate_activations(described, case.tokens, 4, activations, chunked_loss=chunked)
     optimizer.close()

@@ -1,7 +1,8 @@
 """Train models far beyond memory: everything on SSD, inside a process limited in resident memory.
 
-The parent starts one process per model, which builds it under `pagoda.init()` and takes a few steps; the parent kills
-it as soon as its resident memory passes the limit. The process's own peak (VmHWM, kept by the kernel) is the result.
+The parent starts one process per model, which builds it under `pagoda.deferred_init()` and takes a few steps; the
+parent kills it as soon as its resident memory passes the limit. The process's own peak (VmHWM, kept by the kernel) is
+the result.
 
     python benchmarks/beyond_memory.py --ssd DIR [--models llama-1b llama-5b llama-8b] [--out FILE]
 
@@ -58,7 +59,7 @@ def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
         pagoda.AdamW(lr=3e-4, moments=case.moments),
         memory=pagoda.Memory(host=case.host, ssd=ssd),
         precision=case.precision,
-        clip_grad_norm=1.0,
+        max_grad_norm=1.0,
         tiles=pagoda.Tiles(tile_limit=case.tile_limit),
     )
     plan = pagoda.plan_of(model)
@@ -70,7 +71,7 @@ def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
         loss = model(**batches.batch(step)).loss
         loss.backward()
         optimizer.step()
-        optimizer.drain()
+        optimizer.synchronize()
         print(json.dumps({"step": step + 1, "loss": loss.item(), "step_s": time.perf_counter() - start}), flush=True)
     optimizer.close()
     print(json.dumps({"peak_rss": resident_bytes("self", "VmHWM"), "peak_bytes": optimizer.stats.peak_bytes}))

@@ -72,11 +72,11 @@ def serve_steps(units: int, cpu: bool) -> None:
     }
     for name, memory in memories.items():
         net, optimizer = pagoda.wrap(
-            Net(units), pagoda.AdamW(lr=LR), memory=memory, precision="fp32", accumulation_steps=1
+            Net(units), pagoda.AdamW(lr=LR), memory=memory, precision="fp32", gradient_accumulation_steps=1
         )
         made = len(pagoda.plan_of(net).units)
         assert made == units, f"{name}: {made} units in place of {units}"
-        turns[name] = stepper(net, optimizer, optimizer.drain)
+        turns[name] = stepper(net, optimizer, optimizer.synchronize)
     serve(turns, time.process_time if cpu else time.perf_counter)
 
 

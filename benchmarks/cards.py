@@ -20,7 +20,7 @@ from marks import write_between_marks
 from pagoda.cli.main import main as pagoda
 from script import write
 
-TOKENS = "--batch-size 16 --seq-len 2048 --batch-tiles auto --activations auto"
+TOKENS = "--per-device-train-batch-size 16 --max-length 2048 --batch-tiles auto --activations auto"
 """Flags of every plan: the tokens of a step, in as many micro-batches as fit."""
 _CARDS = {"rtx4090": "24 GiB, RTX 4090", "rtx6000-ada": "48 GiB, RTX 6000 Ada", "h100-pcie": "80 GiB, H100 PCIe"}
 _TIERS = ("device", "host", "ssd")
@@ -39,7 +39,7 @@ class Case:
     def flags(self) -> str:
         """Of `pagoda plan`."""
         ram = f" --memory.host {self.ram_gib * 0.8:.1f}GiB" if self.ram_gib < 128 else ""
-        moments = f" --optim.moments {self.moments}" if self.moments != "fp32" else ""
+        moments = f" --moments {self.moments}" if self.moments != "fp32" else ""
         return f"--model {self.model} --hardware {self.hardware}{ram}{moments} {TOKENS}"
 
 

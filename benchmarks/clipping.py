@@ -63,7 +63,7 @@ def seconds_of(trainer: Paged, workload: Workload, steps: int) -> float:
     for _ in range(steps):
         trainer.step(next(batches))
     elapsed = time.perf_counter() - start
-    trainer.optimizer.drain()
+    trainer.optimizer.synchronize()
     return elapsed / steps
 
 
@@ -105,11 +105,11 @@ def forecast() -> None:
             config = PlanConfig(
                 model="llama-8b",
                 hardware="h200",  # which computes as an H100 does
-                batch_size=batch_size,
-                seq_len=2048,
-                accumulation_steps=1,
+                per_device_train_batch_size=batch_size,
+                max_length=2048,
+                gradient_accumulation_steps=1,
                 activations="recompute",
-                clip_grad_norm=clip,
+                max_grad_norm=clip,
                 speculate=speculate,
                 precision="bf16",
             )

@@ -228,8 +228,8 @@ def wrapped(case: Case, out: Path) -> tuple[nn.Module, Any]:
         return model.train()
 
     settings = {
-        "clip_grad_norm": case.clip,
-        "accumulation_steps": case.accumulation if case.announced else None,
+        "max_grad_norm": case.clip,
+        "gradient_accumulation_steps": case.accumulation if case.announced else None,
         **case.wrap,
     }
     if case.ranks > 1:

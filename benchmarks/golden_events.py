@@ -72,7 +72,7 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    backward = Options(accumulation_steps=1)
+    backward = Options(gradient_accumulation_steps=1)
     guesses = replace(backward, clipping=True)
     return {
         "RAM": Case(),
@@ -80,7 +80,7 @@ def cases() -> dict[str, Case]:
         "all on SSD": Case(0.0),
         "speculation": Case(0.6, clipped=True, options=guesses),
         "asynchronous": Case(0.2, options=Options(clipping=True, asynchronous=True)),
-        "accumulation, updates during backward": Case(0.2, options=replace(backward, accumulation_steps=3)),
+        "accumulation, updates during backward": Case(0.2, options=replace(backward, gradient_accumulation_steps=3)),
         "experts": Case(0.1, model="mixtral"),
         "ranks fetch alike": Case(0.1, ranks=Ranks(data_parallel=2, per_node=2)),
         "ranks share weights": Case(0.1, ranks=Ranks(data_parallel=2, per_node=2, stage=2), options=guesses),
@@ -124,7 +124,7 @@ class RecordedScheduler(Scheduler):
 
 def plan_of(case: Case) -> Plan:
     """The plan of a case, with so much more memory than the least as the case says."""
-    with pagoda.init():
+    with pagoda.deferred_init():
         root = describe(MODELS[case.model]())
     options = replace(case.options, page_bytes=4096, unit_limit=parse_bytes(UNIT, "UNIT"))
     make = partial(make_plan, root, case.rule.states("bf16"), options=options, ranks=case.ranks)

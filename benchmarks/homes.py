@@ -34,9 +34,9 @@ def problem(hardware: str, passes: int, tokens: int, ratio: float) -> Problem:
     config = PlanConfig(
         model=MODEL,
         hardware=hardware,
-        seq_len=tokens,
-        accumulation_steps=passes,
-        clip_grad_norm=1.0,
+        max_length=tokens,
+        gradient_accumulation_steps=passes,
+        max_grad_norm=1.0,
         activations="keep",
         precision="bf16",
     )

@@ -91,7 +91,7 @@ def state_bytes(model: str) -> int:
     import pagoda
     from training import Workload
 
-    with pagoda.init():
+    with pagoda.deferred_init():
         return 16 * sum(parameter.numel() for parameter in Workload(model, 1, TOKENS).build().parameters())
 
 

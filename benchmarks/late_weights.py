@@ -85,7 +85,7 @@ def train(settings: Settings) -> list[float]:
     masters = [param.detach().clone() for param in params]
     for param in params:
         param.data = param.data.to(dtype)
-    config = OptimConfig(lr=settings.lr, warmup_steps=settings.warmup)
+    config = OptimConfig(learning_rate=settings.lr, warmup_steps=settings.warmup)
     optimizer = torch.optim.AdamW(masters, config.lr, (settings.beta1, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_factor(step, settings.steps))
     batches = batches_of_text(settings.seq_len, settings.batch_size, settings.seed)

@@ -116,7 +116,7 @@ def main(
     """Record steps of every placement, with and without clipping, and simulate each with its own durations."""
     begin()
     console = Console()
-    with pagoda.init():
+    with pagoda.deferred_init():
         root = describe(build_model(model, seq_len=SEQ_LEN, gradient_checkpointing=True))
     for batch_size in batch_sizes:
         for placement in placements:

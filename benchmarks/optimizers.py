@@ -23,10 +23,10 @@ from text import WINDOW, batches_of_text, built, smoothed, train_on_text
 
 Name = Literal["adamw", "adafactor", "lion", "muon"]
 OPTIMIZERS: dict[Name, OptimConfig] = {
-    "adamw": OptimConfig(lr=1e-3),
-    "adafactor": OptimConfig(lr=3e-2),
-    "lion": OptimConfig(lr=2e-4, weight_decay=0.5),
-    "muon": OptimConfig(lr=1e-3, betas=(0.9, 0.95)),
+    "adamw": OptimConfig(learning_rate=1e-3),
+    "adafactor": OptimConfig(learning_rate=3e-2),
+    "lion": OptimConfig(learning_rate=2e-4, weight_decay=0.5),
+    "muon": OptimConfig(learning_rate=1e-3, betas=(0.9, 0.95)),
 }
 
 

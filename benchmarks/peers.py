@@ -187,7 +187,7 @@ def largest(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Calla
 
 def parameters_of(model: str, layers: int) -> int:
     """Of a model with so many layers."""
-    with pagoda.init():
+    with pagoda.deferred_init():
         return sum(p.numel() for p in Workload(model, 1, 128, layers=layers).build().parameters())
 
 

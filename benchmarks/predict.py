@@ -85,7 +85,7 @@ class Case:
 
     @property
     def options(self) -> Options:
-        return Options(accumulation_steps=1, clipping=self.clip is not None)
+        return Options(gradient_accumulation_steps=1, clipping=self.clip is not None)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Trainer:
     def __init__(self, case: Case, limits: Budgets, ssd: Path, options: Options | None = None) -> None:
         """`options` make another plan than the usual one."""
         torch.manual_seed(0)
-        with pagoda.init():
+        with pagoda.deferred_init():
             model = build_model(case.model, seq_len=SEQ_LEN, gradient_checkpointing=True)
         options = options or case.options
         memory = pagoda.Memory(
@@ -190,8 +190,8 @@ class Trainer:
             case.rule,
             memory=memory,
             precision=case.precision,
-            clip_grad_norm=case.clip,
-            accumulation_steps=1,
+            max_grad_norm=case.clip,
+            gradient_accumulation_steps=1,
         )
         self._batches = Batches(rows=Rows.of(open_tokens("stdlib"), SEQ_LEN), batch_size=case.batch_size)
         self._step = 0
@@ -215,7 +215,7 @@ class Trainer:
         while len(seconds) < 2 or sum(seconds) < TURN_S:
             seconds.append(self.step())
             stalls.append(dict(self.optimizer.stats.stall_s))
-        self.optimizer.drain()
+        self.optimizer.synchronize()
         return seconds, stalls
 
 
@@ -281,7 +281,7 @@ def main(
     data: list[dict[str, Any]] = []
     precision: Precision = "fp32" if cpu_slowdown(torch.bfloat16) >= FAR_SLOWER else "bf16"
     for name, batch_size in itertools.product(models, batches):
-        with pagoda.init():
+        with pagoda.deferred_init():
             root = describe(build_model(name, seq_len=SEQ_LEN, gradient_checkpointing=True))
         every = (case for optimizer in optimizers for case in cases(name, batch_size, precision, optimizer))
         for case in (case for case in every if case.placement in placements):

@@ -86,7 +86,7 @@ def hand_made(problem: Problem, usual: Plan) -> Iterator[tuple[str, Options]]:
 
 def run(case: Case, ssd: Path, rounds: int) -> Result:
     """Search a plan, and train with it and all others in turns."""
-    with pagoda.init():
+    with pagoda.deferred_init():
         root = describe(build_model(case.model, seq_len=SEQ_LEN, gradient_checkpointing=True))
     limits = budgets(root, case)
     profiler = ComputeProfiler(case.model, batch_size=case.batch_size, seq_len=SEQ_LEN, precision=case.precision)

@@ -93,7 +93,7 @@ class Work:
     def __init__(self, workload: Workload) -> None:
         with weightless():
             of_modules = forward_flops(workload.build(), workload.batch_size, workload.seq_len)
-        with pagoda.init():
+        with pagoda.deferred_init():
             model = workload.build(workload.checkpointing)
         layers = {layer.name for layer in layers_of(describe(model))}
         again = {name: 4 if is_within(name, layers) else 3 for name in of_modules}

@@ -64,7 +64,7 @@ def in_pages(length: int) -> Step:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-        optimizer.drain()
+        optimizer.synchronize()
         return float(loss.item())
 
     return step

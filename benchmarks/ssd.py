@@ -40,7 +40,7 @@ class Streaming:
         memory = pagoda.Memory(host=host, ssd=",".join(map(str, directories)), page_size=PAGE, ssd_checkpoints=0)
         self.width = width
         self.model, self.optimizer = pagoda.wrap(
-            model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, precision="bf16"
+            model, pagoda.AdamW(), memory=memory, max_grad_norm=1.0, precision="bf16"
         )
         self.bytes_on_ssd = pagoda.plan_of(self.model).peak_bytes["ssd"]
 
@@ -49,7 +49,7 @@ class Streaming:
         self.model(torch.randn(1, self.width, dtype=torch.bfloat16)).sum().backward()
         start = time.perf_counter()
         self.optimizer.step()
-        self.optimizer.drain()
+        self.optimizer.synchronize()
         elapsed = time.perf_counter() - start
         self.optimizer.zero_grad()
         return elapsed
@@ -64,7 +64,7 @@ class Streaming:
             self.optimizer.step()
             self.optimizer.zero_grad()
         elapsed = time.perf_counter() - start
-        self.optimizer.drain()
+        self.optimizer.synchronize()
         return elapsed / 2
 
 

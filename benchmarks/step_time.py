@@ -49,7 +49,7 @@ def name_of(workload: Workload) -> str:
 
 def state_on_ssd(directory: str, workload: Workload, speculate: bool, itemsize: int = 2) -> pagoda.Memory:
     """Weights and gradients in RAM, every moment on SSD: a budget of exactly what that takes."""
-    with pagoda.init():
+    with pagoda.deferred_init():
         numel = sum(p.numel() for p in workload.build().parameters())
     # Weights and gradients, `itemsize` bytes each, and room for pages and the ring; too little for any unit's moments.
     return pagoda.Memory(host=int(numel * itemsize * (3 if speculate else 2) * 1.02) + (72 << 20), ssd=directory)
@@ -137,7 +137,7 @@ def measure(workload: Workload, directory: str, rounds: int, speculate: bool, co
                     stats = trainer.optimizer.stats
                     stalls.append(stats.stall_s)
                     updates.append({"kept": stats.updates_kept, "undone": stats.updates_undone})
-                trainer.optimizer.drain()
+                trainer.optimizer.synchronize()
         console.print(f"round {number}:", {n: round(s[-1], 2) for n, s in seconds.items() if s})
     for trainer in trainers.values():
         trainer.close()
@@ -171,7 +171,7 @@ def serve_steps(
     """A process that trains when it is its turn: one step, until all of it has ended."""
     workload = Workload(model, 1, tokens, clip=clip)
     torch.manual_seed(0)
-    with pagoda.init():
+    with pagoda.deferred_init():
         net = workload.build()
     # A checkout from before `Updates` can take turns too, unless it is to speculate.
     update = {} if speculate is None else {"update": pagoda.Updates(speculate=speculate)}
@@ -180,8 +180,8 @@ def serve_steps(
         pagoda.AdamW(lr=LR),
         memory=pagoda.Memory(host=host, ssd=ssd),
         precision=precision,
-        clip_grad_norm=clip,
-        accumulation_steps=1,
+        max_grad_norm=clip,
+        gradient_accumulation_steps=1,
         activations="recompute",
         **update,
     )
@@ -192,7 +192,7 @@ def serve_steps(
         net(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.drain()
+        optimizer.synchronize()
 
     serve({"step": step})
     optimizer.close()

@@ -22,7 +22,7 @@ WINDOW = 20
 def built(model: str, seq_len: int, checkpointing: bool = True, seed: int = 0) -> nn.Module:
     """A model whose weights `pagoda.wrap` initialises."""
     torch.manual_seed(seed)
-    with pagoda.init():
+    with pagoda.deferred_init():
         return build_model(model, seq_len=seq_len, gradient_checkpointing=checkpointing)
 
 
@@ -34,7 +34,7 @@ def train_on_text(
     model: nn.Module, rule: Rule, batches: Batches, lr_factor: Callable[[int], float], steps: int
 ) -> tuple[list[float], float, Plan]:
     """(loss of every step, seconds of a step, plan) of a run in RAM, with the learning rate times `lr_factor(step)`."""
-    model, optimizer = pagoda.wrap(model, rule, memory=pagoda.Memory(host="2GiB"), clip_grad_norm=1.0, precision="bf16")
+    model, optimizer = pagoda.wrap(model, rule, memory=pagoda.Memory(host="2GiB"), max_grad_norm=1.0, precision="bf16")
     plan = pagoda.plan_of(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     losses = []
@@ -45,7 +45,7 @@ def train_on_text(
         losses.append(loss.item())
         optimizer.step()
         schedule.step()
-    optimizer.drain()
+    optimizer.synchronize()
     seconds = (time.perf_counter() - start) / steps
     optimizer.close()
     return losses, seconds, plan

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def build(layers: int, hidden: int) -> nn.Module:
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = llama(1024, hidden, hidden * 8 // 3 // 64 * 64, layers)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -59,7 +59,7 @@ def measure(
         built,
         pagoda.AdamW(lr=1e-4),
         memory=memory,
-        clip_grad_norm=1.0,
+        max_grad_norm=1.0,
         tiles=pagoda.Tiles(batch_tiles=tiles),
         precision="bf16",
     )

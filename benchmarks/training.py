@@ -50,7 +50,7 @@ class Workload:
 
     def build(self, checkpointing: bool = False) -> nn.Module:
         model = build_model(self.model, seq_len=self.seq_len, gradient_checkpointing=checkpointing, layers=self.layers)
-        return model if self.lora_rank is None else add_adapters(model, LoraConfig(rank=self.lora_rank))
+        return model if self.lora_rank is None else add_adapters(model, LoraConfig(lora_r=self.lora_rank))
 
     def batches(self, device: torch.device = CPU) -> Iterator[torch.Tensor]:
         """Random tokens, the same ones every time."""
@@ -169,15 +169,15 @@ class Paged(Trainer):
         """By default blocks are recomputed where the workload checkpoints."""
         torch.manual_seed(0)
         self.micro_batches = workload.micro_batches
-        with pagoda.init():
+        with pagoda.deferred_init():
             model = workload.build()
         self.model, self.optimizer = pagoda.wrap(
             model.train(),
             rule or pagoda.AdamW(lr=LR),
             memory=memory,
             precision=workload.precision,
-            clip_grad_norm=workload.clip,
-            accumulation_steps=workload.micro_batches,
+            max_grad_norm=workload.clip,
+            gradient_accumulation_steps=workload.micro_batches,
             update=pagoda.Updates(speculate=speculate),
             activations=activations or ("recompute" if workload.checkpointing else "keep"),
             mesh=mesh,
@@ -191,7 +191,7 @@ class Paged(Trainer):
         return loss
 
     def drain(self) -> None:
-        self.optimizer.drain()
+        self.optimizer.synchronize()
 
     def save(self, folder: Path) -> None:
         self.optimizer.save_checkpoint(folder)

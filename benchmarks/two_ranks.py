@@ -217,7 +217,7 @@ def timed_step(kind: str, trained: Any, ids: torch.Tensor) -> float:
     start = time.perf_counter()
     trained.step(ids)
     if kind in STAGES:
-        trained.optimizer.drain()
+        trained.optimizer.synchronize()
     if dist.is_initialized():
         dist.barrier()
     return time.perf_counter() - start

@@ -45,17 +45,17 @@ def main() -> None:
     (OUT / "model" / "config.json").write_text(json.dumps(MODEL))
     (OUT / "pages").mkdir()
     paged, whole = OUT / "paged", OUT / "in-ram"
-    train = f"train --model {OUT}/model --data stdlib --precision fp32 --batch-size 2 --seq-len 256 --lr 1e-3"
-    train = f"{train} --steps {STEPS} --checkpoint-every {SAVED}"
+    train = f"train --model {OUT}/model --data stdlib --precision fp32 --per-device-train-batch-size 2 --max-length 256 --learning-rate 1e-3"
+    train = f"{train} --max-steps {STEPS} --save-steps {SAVED}"
 
     print(f"1. A run with {RAM} of RAM for weights and Adam's moments. The rest is in files in {OUT}/pages.")
     print("   A unit is a part of the model that moves as a whole, and a page is a piece of it. 'stalls' is the share")
     print("   of a step for which compute waited, and what it waited for most, such as ssd_read. kill -9 ends the run.")
-    killed = pagoda(f"{train} --memory.host {RAM} --memory.ssd {OUT}/pages --out {paged}", kill_after=KILLED)
+    killed = pagoda(f"{train} --memory.host {RAM} --memory.ssd {OUT}/pages --output-dir {paged}", kill_after=KILLED)
     print(f"\n2. The killed run resumes. It goes on after step {SAVED}, its last checkpoint.")
-    pagoda(f"train --resume --memory.ssd {OUT}/pages --out {paged}")
+    pagoda(f"train --resume-from-checkpoint last --memory.ssd {OUT}/pages --output-dir {paged}")
     print("\n3. The same run with all state in RAM, not interrupted.")
-    pagoda(f"{train} --out {whole}")
+    pagoda(f"{train} --output-dir {whole}")
     print("\n4. A report to open in a browser: losses, the plan, and when drive and compute worked.")
     pagoda(f"report {paged} --out {OUT}/report.html")
 

@@ -66,7 +66,7 @@ def sample(model):
 
 torch.manual_seed(0)
 memory = pagoda.Memory(host="700KiB", ssd=".")
-model, optimizer = pagoda.wrap(Denoiser(), pagoda.AdamW(lr=2e-3), memory=memory, precision="fp32", clip_grad_norm=1.0)
+model, optimizer = pagoda.wrap(Denoiser(), pagoda.AdamW(lr=2e-3), memory=memory, precision="fp32", max_grad_norm=1.0)
 generator = torch.Generator().manual_seed(1)
 for step in range(steps):
     clean, noise = images(generator), torch.randn(batch_size, 1, size, size, generator=generator)

@@ -20,13 +20,13 @@ sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "n
 
 def main():
     mesh = pagoda.open_mesh()
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes)).train()
     model, optimizer = pagoda.wrap(
         pagoda.chunked_loss(model),
         pagoda.AdamW(lr=3e-3),
         memory=pagoda.Memory(host="64MiB"),
-        clip_grad_norm=1.0,
+        max_grad_norm=1.0,
         activations="recompute",
         tiles=pagoda.Tiles(sequence_tiles="auto"),
         mesh=mesh,

@@ -56,10 +56,10 @@ def loss_of(logits, targets):
 def main():
     mesh = pagoda.open_mesh(pipeline_parallel=2)
     stage, count = mesh.pipeline_stage, mesh.ranks.pipeline_parallel
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = Stage(stage, count)
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(lr=1e-3), memory=pagoda.Memory(host="16MiB"), clip_grad_norm=1.0, mesh=mesh
+        model, pagoda.AdamW(lr=1e-3), memory=pagoda.Memory(host="16MiB"), max_grad_norm=1.0, mesh=mesh
     )
     saved = sorted(out.glob("step-*"))
     first = optimizer.load_checkpoint(saved[-1])["step"] if saved else 0

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         SignSGD as SignSGD,
     )
     from pagoda.optim.param_groups import no_decay_groups as no_decay_groups
-    from pagoda.prepare.construct import init as init
+    from pagoda.prepare.construct import deferred_init as deferred_init
     from pagoda.prepare.deferred_logits import chunked_loss as chunked_loss
     from pagoda.prepare.sequence_parallel import divide_sequences as divide_sequences
 
@@ -60,7 +60,7 @@ _HOMES = {
     "pagoda.checkpoint.state_dicts": "ModelState full_state_dict trainable_state_dict",
     "pagoda.config.memory": "Memory Split",
     "pagoda.config.training": "Activations LossScale MixedPrecision Tiles Updates",
-    "pagoda.prepare.construct": "init",
+    "pagoda.prepare.construct": "deferred_init",
     "pagoda.errors": "BudgetError CheckpointError ConfigError NonFiniteGradientError PagodaError RankError "
     "StorageError UsageError",
     "pagoda.prepare.deferred_logits": "chunked_loss",

@@ -54,7 +54,15 @@ from pagoda.plan.tiers import SSD
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.prepare.compiled import compiled_in_place
-from pagoda.prepare.construct import Builder, describe, hold_made_anew, init, live_units, move_buffers, owners_of
+from pagoda.prepare.construct import (
+    Builder,
+    deferred_init,
+    describe,
+    hold_made_anew,
+    live_units,
+    move_buffers,
+    owners_of,
+)
 from pagoda.prepare.model_checks import (
     check_batch_norms,
     check_converted,
@@ -89,8 +97,8 @@ def wrap(
     reserve: Reserve = (),
     memory: Memory | None = None,
     precision: Precision | MixedPrecision | None = None,
-    clip_grad_norm: float | None = None,
-    accumulation_steps: int | None = None,
+    max_grad_norm: float | None = None,
+    gradient_accumulation_steps: int | None = None,
     update: UpdateMode | Updates = "sync",
     activations: ActivationMode | Activations = "keep",
     tiles: Tiles | None = None,
@@ -117,14 +125,14 @@ def wrap(
             (weights and 16 more bits make up the master; call `optimizer.scale(loss).backward()`) or "fp32". By
             default, each keeps its own. `MixedPrecision` also sets the dtype of accumulated gradients and the loss
             scaling.
-        clip_grad_norm: Largest global norm of the gradients, which is exact in all tiers. If something else clips too
+        max_grad_norm: Largest global norm of the gradients, which is exact in all tiers. If something else clips too
             (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. None: no clipping.
-        accumulation_steps: Number of backward passes before each `step()`. If it is given and nothing clips, updates
-            run during backward. By default, any number of passes may precede a step.
+        gradient_accumulation_steps: Number of backward passes before each `step()`. If it is given and nothing clips,
+            updates run during backward. By default, any number of passes may precede a step.
         update: "sync", or "async", which changes the algorithm: weights lack the last step's update, which has the time
             of a step to run. `state_dict` and `gathered` read states with every update. A forward between steps reads
-            the weights of the next step. Neither they nor a checkpoint changes a bit. After `optimizer.drain()`, the
-            next step reads every update. `Updates(speculate=...)` allows updates during backward before the norm is
+            the weights of the next step. Neither they nor a checkpoint changes a bit. After `optimizer.synchronize()`,
+            the next step reads every update. `Updates(speculate=...)` allows updates during backward before the norm is
             known.
         activations: What happens to activations between forward and backward: see `Activations`.
         tiles: Which operators run in pieces: see `Tiles`.
@@ -149,8 +157,8 @@ def wrap(
     """
     training = training_of(
         precision=precision,
-        clip_grad_norm=clip_grad_norm,
-        accumulation_steps=accumulation_steps,
+        max_grad_norm=max_grad_norm,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         update=update,
         activations=activations,
         tiles=tiles,
@@ -255,7 +263,7 @@ class _Wrapping:
             live_units(self._model, plan.units, self._dtype, device.torch_device),
             self._rule,
             self._memory.ssd_directories,
-            self._training.clip_grad_norm,
+            self._training.max_grad_norm,
             os.environ.get("PAGODA_POISON", "") not in ("", "0"),
             device,
             LossScaler(self._training.scaling),
@@ -273,7 +281,7 @@ class _Wrapping:
         if stages is None:
             return
         settings = {"optimizer": self._rule, "precision": self._training.precision, "param_groups": groups}
-        clip = self._training.clip_grad_norm
+        clip = self._training.max_grad_norm
         check_equal(stages.transport, "stage", **settings, clip=clip, loss_scale=self._training.scaling)
         stages.check_names(self._model.state_dict(keep_vars=True).keys())
 
@@ -295,7 +303,7 @@ class _Wrapping:
                 optimizer=self._rule,
                 precision=self._training.precision,
                 options=options,
-                clip=self._training.clip_grad_norm,
+                clip=self._training.max_grad_norm,
             )
             plan = agreed_plan(transport, make, root)
         _check_extents(self._rule, plan)
@@ -358,7 +366,7 @@ def load(directory: str | Path, *, model_class: Any = None, dtype: torch.dtype |
     directory = Path(directory)
     if (directory / MANIFEST).is_file():
         return _load_checkpoint(directory, model_class, dtype)
-    with init():
+    with deferred_init():
         model = build_from_directory(directory, model_class, dtype, of_files=dtype_of_files(directory))
     for message in attach_weights(model, directory).warnings():
         warnings.warn(f"{directory}: {message}", stacklevel=2)
@@ -369,7 +377,7 @@ def _load_checkpoint(directory: Path, model_class: Any, dtype: torch.dtype | Non
     if model_class is not None:
         raise ConfigError(f"{directory} is a checkpoint, which names the class of its model: leave out model_class")
     tensors, record = exported_by_reference(SavedCheckpoint(directory))
-    with init():
+    with deferred_init():
         model: nn.Module = model_of(record, dtype or getattr(torch, record["config"]["dtype"]))
     attach_tensors(model, directory, tensors, their_dtypes=dtype is None)
     return model

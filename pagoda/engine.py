@@ -85,7 +85,7 @@ class Engine:
         units: list[LiveUnit],
         rule: Rule,
         directories: Mapping[Path, int | None],
-        clip_grad_norm: float | None,
+        max_grad_norm: float | None,
         poison: bool,
         device: Device,
         scaler: LossScaler,
@@ -143,7 +143,7 @@ class Engine:
         self.uses = Uses(self.active_forwards, self.accesses, self.graphs.packing)
         self.saver = Saver()
         self.stepper = Stepper(
-            units, clip_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages
+            units, max_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages
         )
         self._forks = forks()
         self._threads = Threads(self._lanes, updates, self.saver, self.rank_group)
@@ -270,7 +270,8 @@ class Engine:
         self.accesses.check_usable()
         if self.stepper.updates_have_begun():
             raise UsageError(
-                "The state was asked for between backward and step(): with accumulation_steps announced, some units "
+                "The state was asked for between backward and step(): with gradient_accumulation_steps announced, some "
+                "units "
                 "have had this step's update already and others have not. Call optimizer.step() first, or "
                 f"{LET_UPDATES_WAIT}."
             )

@@ -146,7 +146,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         def ended() -> None:
             if waits:
-                self.drain()
+                self.synchronize()
             if self.stats.grad_norm is not None:
                 for group, changed in zip(self.param_groups, after, strict=True):
                     group.update(changed)
@@ -215,8 +215,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Clip the global 2-norm of this step's gradients. Returns the norm before clipping, as torch's function does.
 
         `torch.nn.utils.clip_grad_norm_` does the same if all ranks have gradients of the same parameters. With
-        `wrap(clip_grad_norm=...)`, the smaller of the two limits holds. Raises UsageError if units are updated during
-        backward (with `accumulation_steps` and without clipping): pass `wrap(clip_grad_norm=...)` instead.
+        `wrap(max_grad_norm=...)`, the smaller of the two limits holds. Raises UsageError if units are updated during
+        backward (with `gradient_accumulation_steps` and without clipping): pass `wrap(max_grad_norm=...)` instead.
         """
         self._engine.accesses.check_open()
         return self._engine.stepper.clip(max_norm)
@@ -347,8 +347,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         The write is atomic: `directory` appears complete or not at all. The RAM it takes does not depend on the size of
         the model. `extra` must be convertible to JSON. `load_checkpoint` returns it.
 
-        Raises UsageError between backward and `step()` if units are updated during backward (with `accumulation_steps`
-        and without clipping), because some units have this step's update and others do not.
+        Raises UsageError between backward and `step()` if units are updated during backward (with
+        `gradient_accumulation_steps` and without clipping), because some units have this step's update and others do
+        not.
 
         With `wait=False` it returns at once. Training continues while the current state is written, and the next
         `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()` raises an error of the write. With
@@ -409,7 +410,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._shown_states.forget()
         return extra
 
-    def drain(self, show: bool = True) -> None:
+    def synchronize(self, show: bool = True) -> None:
         """Wait until all queued updates are done and written to their homes. `show`: the next step reads all of them,
         even if updates are asynchronous. Otherwise it reads what it would have read."""
         self._engine.drain(show)

@@ -304,7 +304,7 @@ USES: dict[str, Callable[[Training], object]] = {
 
 
 def clip_exactly(params: Iterable[Any], limit: float) -> None:
-    """As `wrap(clip_grad_norm=...)` does: with a norm in float64."""
+    """As `wrap(max_grad_norm=...)` does: with a norm in float64."""
     grads = [param.grad for param in params if param.grad is not None]
     norm = sum(grad.double().square().sum().item() for grad in grads) ** 0.5
     for grad in grads if norm + 1e-6 > limit else ():

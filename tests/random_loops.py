@@ -274,7 +274,7 @@ class Loop(Training):
             given["ssd"] = f"{tempfile.mkdtemp(dir=self.folder)}:64MiB"
         dtype, _, gradients = of["dtype"].partition("+")
         converts = "fp16" if dtype == "fp16" else None
-        scale = pagoda.LossScale(initial=256.0, growth_interval=2) if dtype == "fp16" else None
+        scale = pagoda.LossScale(init_scale=256.0, growth_interval=2) if dtype == "fp16" else None
         return pagoda.wrap(
             self.model,
             RULES[self.case.rule],
@@ -282,8 +282,8 @@ class Loop(Training):
             reserve=[*self.model.parameters()] if of["groups"] == "reserve" else (),
             memory=pagoda.Memory(**given),
             precision=pagoda.MixedPrecision(converts, gradients or None, scale),
-            clip_grad_norm=of["clip"],
-            accumulation_steps=of["announced"],
+            max_grad_norm=of["clip"],
+            gradient_accumulation_steps=of["announced"],
             update=UPDATES[of["update"]],
             activations=of["activations"],
             tiles=of["tiles"] and pagoda.Tiles(tile_limit=of["tiles"]),
@@ -594,7 +594,7 @@ ANYWHERE: dict[str, Action] = {
     "group added": add_group,
     "rate": partial(set_groups, lr=2.0**-6),
     "decay": partial(set_groups, weight_decay=2.0**-3),
-    "drained": lambda of: of.optimizer.drain() if of.paged else None,
+    "drained": lambda of: of.optimizer.synchronize() if of.paged else None,
     "collected": lambda of: gc.collect(),
     "saved": Loop.save,
     "saved meanwhile": partial(Loop.save, wait=False),

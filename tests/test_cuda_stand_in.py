@@ -93,24 +93,35 @@ sys.exit(code)
 @pytest.mark.parametrize(
     "options",
     [
-        ("--update", "async", "--clip-grad-norm", "None"),
+        ("--update", "async", "--max-grad-norm", "0"),
         ("--activations", "offload", "--precision", "fp16"),
-        ("--optimizer", "adafactor", "--chunked-loss", "True", "--batch-tiles", "2"),
-        ("--accumulation-steps", "2", "--gradients", "fp32", "--tile-limit", "100KB"),
+        ("--optim", "adafactor", "--chunked-loss", "True", "--batch-tiles", "2"),
+        ("--gradient-accumulation-steps", "2", "--gradients", "fp32", "--tile-limit", "100KB"),
     ],
     ids=lambda options: options[0],
 )
 def test_the_program_trains_on_it_in_every_mode(options: tuple[str, ...], tmp_path: Path) -> None:
     sizes = ("--memory.device", "24MiB", "--memory.host", "256MiB", "--memory.ssd", f"{tmp_path}:512MiB")
-    shape = ("--model", "gpt-2x64", "--batch-size", "2", "--seq-len", "32", "--steps", "4")
-    said = run("-c", TRAIN, "train", *shape, *sizes, "--out", str(tmp_path / "run"), *options)
+    shape = ("--model", "gpt-2x64", "--per-device-train-batch-size", "2", "--max-length", "32", "--max-steps", "4")
+    said = run("-c", TRAIN, "train", *shape, *sizes, "--output-dir", str(tmp_path / "run"), *options)
     assert said.splitlines()[-1] == "[]"
 
 
 @pytest.mark.slow
 def test_the_program_gives_the_gpu_by_default_what_its_first_steps_leave_free(tmp_path: Path) -> None:
-    shape = ("--model", "gpt-2x64", "--batch-size", "2", "--seq-len", "32", "--steps", "3", "--memory.host", "256MiB")
-    said = run("-c", TRAIN, "train", *shape, "--out", str(tmp_path / "run"))
+    shape = (
+        "--model",
+        "gpt-2x64",
+        "--per-device-train-batch-size",
+        "2",
+        "--max-length",
+        "32",
+        "--max-steps",
+        "3",
+        "--memory.host",
+        "256MiB",
+    )
+    said = run("-c", TRAIN, "train", *shape, "--output-dir", str(tmp_path / "run"))
     assert "--memory.adapt-after 2: until then, pages take 50% of it" in " ".join(said.split())
     assert "After 2 steps, activations and all else but pages had taken" in " ".join(said.split())
     assert said.splitlines()[-1] == "[]"

@@ -202,7 +202,7 @@ def test_commands_have_flags_that_exist(page: Path, flags: dict[str, set[str]]) 
 def test_commands_of_the_tutorials_are_understood(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for words in commands(page):
-        if "--resume" not in words:
+        if "--resume-from-checkpoint" not in words:
             command, _ = parse(words)
             assert command.name == words[0]
 

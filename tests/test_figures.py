@@ -240,7 +240,7 @@ def test_the_plans_of_long_sequences_are_what_the_page_says(card: str, tokens: i
     settings = {**SHAPES["llama3.1-8b"].settings, "max_position_embeddings": tokens}
     LlamaConfig(**settings).save_pretrained(tmp_path)
     config = PlanConfig(
-        model=str(tmp_path), hardware=card, seq_len=tokens, sequence_tiles="auto", plan="usual", precision="bf16"
+        model=str(tmp_path), hardware=card, max_length=tokens, sequence_tiles="auto", plan="usual", precision="bf16"
     )
     made = forecast(config, find_machine_for(config), measure=False)
     assert made.fits

@@ -161,8 +161,8 @@ def settings(case: Case) -> dict[str, Any]:
     update = pagoda.Updates("async", predict=case["update"] != "async") if case["update"] in LATE else "sync"
     return {
         "precision": zoo.precision_of(case["numbers"]),
-        "clip_grad_norm": case["clip"],
-        "accumulation_steps": announced,
+        "max_grad_norm": case["clip"],
+        "gradient_accumulation_steps": announced,
         "update": update,
         "activations": "keep" if case["activations"] in OWN else case["activations"],
         "tiles": tiles,

@@ -42,7 +42,7 @@ def trained(memory: pagoda.Memory) -> tuple[list[torch.Tensor], Plan]:
     """Weights after three clipped steps, and the plan."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, clip_grad_norm=1.0, precision="bf16")
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, max_grad_norm=1.0, precision="bf16")
     try:
         plan = pagoda.plan_of(model)
         for _ in range(3):

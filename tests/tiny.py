@@ -50,8 +50,14 @@ def write_model(directory: Path, **changes: object) -> str:
 
 def tiny_run(folder: Path, **settings: Any) -> TrainConfig:
     """A run of four steps in RAM, of a model and a text in the same folder; `settings` are others."""
-    usual = {"data": write_text(folder / "text"), "out": folder / "run", "memory": Memory(host="64MiB")}
-    usual |= {"steps": 4, "batch_size": 2, "seq_len": 16, "eval_share": 0.0, "precision": "bf16"}
+    usual = {"data": write_text(folder / "text"), "output_dir": folder / "run", "memory": Memory(host="64MiB")}
+    usual |= {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "max_length": 16,
+        "eval_share": 0.0,
+        "precision": "bf16",
+    }
     if "model" not in settings:
         usual["model"] = write_model(folder / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     return TrainConfig(**{**usual, **settings})

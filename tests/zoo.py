@@ -379,8 +379,8 @@ def train(recipe: Recipe, memory: pagoda.Memory, loop: Loop | None = None) -> Ou
         moments=recipe.moments,
         rule=recipe.rule,
         precision=recipe.numbers,
-        clip_grad_norm=recipe.clip,
-        accumulation_steps=recipe.accumulation if recipe.announced else None,
+        max_grad_norm=recipe.clip,
+        gradient_accumulation_steps=recipe.accumulation if recipe.announced else None,
         activations=recipe.activations,
     )
 

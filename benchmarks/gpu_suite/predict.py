@@ -51,7 +51,7 @@ def _compared(
     machine: Machine, load: Workload, memory: pagoda.Memory, hardware: Hardware, profile: ComputeProfile
 ) -> dict[str, float]:
     root = describe(meta(load))
-    options = Options(accumulation_steps=load.micro_batches, clipping=True, split=memory.split)
+    options = Options(gradient_accumulation_steps=load.micro_batches, clipping=True, split=memory.split)
     plan = make_plan(root, pagoda.AdamW().states("bf16"), budgets_of(memory), options)
     predicted = simulate(plan, hardware, Compute.from_profile(profile, root).of_step(root, plan)).step_s
     with drawn_quickly():

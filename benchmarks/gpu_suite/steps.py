@@ -131,7 +131,7 @@ def _trained(machine: Machine, parameters: float, moments: Moments) -> Named:
             losses.append(float(paged.step(ids)))
             seconds.append(machine.now() - start)
             yield "losses", losses
-        paged.optimizer.drain()
+        paged.optimizer.synchronize()
         stats, plan = paged.optimizer.stats, plan_of(paged.model)
         yield "within_plan", all(peak <= plan.peak_bytes[tier] for tier, peak in stats.peak_bytes.items())
     finally:

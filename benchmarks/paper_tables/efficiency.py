@@ -41,7 +41,7 @@ def simulated_efficiency(bytes_per_s: float, batch: int, whole: bool) -> tuple[f
     """
     shape = PAPER_SHAPES["gpt-10b"]
     root, hardware = tree(shape), _one_gpu(bytes_per_s)
-    options = Options(accumulation_steps=1, unit_limit=ROOM if whole else UNIT_BYTES)
+    options = Options(gradient_accumulation_steps=1, unit_limit=ROOM if whole else UNIT_BYTES)
     plan = make_plan(root, STATES, Budgets(ROOM, ROOM if whole else 4 * UNIT_BYTES), options)
     compute = Compute.from_flops(forward_flops(shape, 1024 * batch, 1024), PEAK)
     timeline = simulate(plan, hardware, compute.of_step(root, plan))

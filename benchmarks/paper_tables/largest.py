@@ -37,7 +37,7 @@ LOGIT_BYTES = 6
 MOST_UNITS = 200
 """Of a plan; models with more are planned with a part of their layers, and as much of host RAM and drives."""
 ROOMY = Budgets(1 << 60, 1 << 60)
-OPTIONS = Options(accumulation_steps=1, unit_limit=UNIT_BYTES, keep_checkpoints=0)  # as the papers count
+OPTIONS = Options(gradient_accumulation_steps=1, unit_limit=UNIT_BYTES, keep_checkpoints=0)  # as the papers count
 """Units are updated during backward: no clipping, one micro-batch."""
 
 

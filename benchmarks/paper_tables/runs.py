@@ -122,13 +122,13 @@ def _problem(shape: PaperShape, setup: Setup, mode: ActivationMode) -> tuple[Pro
         hardware=setup.machine,
         nodes=setup.nodes,
         gpus_per_node=setup.gpus,
-        batch_size=setup.batch,
-        seq_len=shape.seq_len,
+        per_device_train_batch_size=setup.batch,
+        max_length=shape.seq_len,
         expert_parallel=setup.experts,
         activations=mode,
         tile_limit=_tile_bytes(shape),
         memory=Memory(host=host, split=split),
-        checkpoint_minutes=0.0,  # as the papers count
+        save_minutes=0.0,  # as the papers count
         precision="bf16",
     )
     part = _part(shape)

@@ -148,7 +148,7 @@ def paged(share: float | None) -> Callable[[Workload, Path], Trainer]:
             host = int(1.25 * least(workload, folder))
         else:
             itemsize = workload.dtype.itemsize
-            with pagoda.init():
+            with pagoda.deferred_init():
                 params = [*workload.build().parameters()]
             weights = itemsize * sum(p.numel() for p in params)
             trained = sum(p.numel() for p in params if p.requires_grad)

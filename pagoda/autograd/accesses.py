@@ -27,7 +27,7 @@ from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.served import Served
 
-LET_UPDATES_WAIT = "leave out wrap(accumulation_steps=...) (in a Trainer: Paging(backward_passes=None))"
+LET_UPDATES_WAIT = "leave out wrap(gradient_accumulation_steps=...) (in a Trainer: Paging(backward_passes=None))"
 """How a user keeps units from being updated during backward."""
 _Result = TypeVar("_Result")
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from pagoda.autograd.stepper import Stepper
 
 TOO_LATE = (
-    "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated during backward. "
-    f"Pass wrap(clip_grad_norm=...) too, or {LET_UPDATES_WAIT}."
+    "{} comes too late: wrap(gradient_accumulation_steps=...) was given without clipping, so units are updated during "
+    "backward. "
+    f"Pass wrap(max_grad_norm=...) too, or {LET_UPDATES_WAIT}."
 )
 
 

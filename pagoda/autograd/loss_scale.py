@@ -16,7 +16,7 @@ class LossScaler:
         """
         self._dynamic = setting if isinstance(setting, LossScale) else None
         if isinstance(setting, LossScale):
-            self.scale = setting.initial
+            self.scale = setting.init_scale
         else:
             self.scale = 1.0 if setting is None else float(setting)
             check_power_of_two("loss_scale", self.scale)

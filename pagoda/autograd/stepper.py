@@ -74,13 +74,13 @@ class Stepper:
 
     def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
         """Autograd has finished one parameter's gradient."""
-        announced = self._options.accumulation_steps
+        announced = self._options.gradient_accumulation_steps
         if not unit.used:
             raise UsageError(unseen(unit.name(slot), "received a gradient"))
         if unit.updated:
             raise UsageError(
                 f"{unit.name(slot)!r} received a gradient after its update during backward: more backward passes than "
-                f"the {announced} announced by wrap(accumulation_steps=...) ran before optimizer.step(), or a "
+                f"the {announced} announced by wrap(gradient_accumulation_steps=...) ran before optimizer.step(), or a "
                 "reentrant checkpoint delivers gradients in parts (use use_reentrant=False)."
             )
         if self.scaler.active and not self.scaler.used and self._stages is None:  # only the last stage has the loss
@@ -97,7 +97,8 @@ class Stepper:
         if announced is not None and gradient.arrivals[slot] > announced:
             raise UsageError(
                 f"{unit.name(slot)!r} received {gradient.arrivals[slot]} gradients since the last optimizer.step(), "
-                f"but wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run, or None "
+                f"but wrap(gradient_accumulation_steps={announced}) announced {announced}. Announce as many as you "
+                "run, or None "
                 "if their number varies. With a Trainer, that is Paging(backward_passes=...)."
             )
         last = gradient.complete and gradient.arrivals[slot] == announced
@@ -248,7 +249,7 @@ class Stepper:
             if self.rank_group is not None or self._stages is not None:
                 raise UsageError(
                     "On several ranks, the norm of gradients that were multiplied by different numbers is not known: "
-                    "leave out wrap(clip_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
+                    "leave out wrap(max_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
                 )
             sums = [
                 each**2 * gradient.square_sums[slot] for each, (gradient, slot) in zip(relative, shown, strict=True)
@@ -321,7 +322,7 @@ class Stepper:
                 raise UsageError(
                     "param_groups changed between backward and step(), but units were updated during backward "
                     "with the old values. Change them before backward or after step(), or leave out "
-                    "wrap(accumulation_steps=...)."
+                    "wrap(gradient_accumulation_steps=...)."
                 )
 
     def _queue_updates(self, hypers: NextHypers, clipped: bool) -> None:
@@ -416,7 +417,8 @@ class Stepper:
         return (
             f"But {len(applied)} of {trained} units, such as {applied[0].spec.name!r}, were updated during backward, "
             "before that gradient was seen, and keep this update; the others do not have it. To undo it, load a "
-            "checkpoint. To update all units or none, leave out wrap(accumulation_steps=...), or give clip_grad_norm."
+            "checkpoint. To update all units or none, leave out wrap(gradient_accumulation_steps=...), or give "
+            "max_grad_norm."
         )
 
 

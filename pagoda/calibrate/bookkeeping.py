@@ -56,7 +56,7 @@ def measure_bookkeeping(meter: Meter) -> Figure:
         x = torch.randn(_ROWS, _WIDTH)
         alone = Mesh(World(), ALONE)  # also where torchrun has started others
         paged, optimizer = wrap(
-            net, AdamW(), memory=Memory(host=_HOST), precision="fp32", accumulation_steps=1, mesh=alone
+            net, AdamW(), memory=Memory(host=_HOST), precision="fp32", gradient_accumulation_steps=1, mesh=alone
         )
 
         def seconds(model: nn.Module) -> float:

@@ -13,7 +13,7 @@ from pagoda.calibrate.meter import now, repeated
 from pagoda.config.training import Precision, require_choice
 from pagoda.models import build_model, layer_count
 from pagoda.optim import gradient_dtype
-from pagoda.prepare.construct import init
+from pagoda.prepare.construct import deferred_init
 
 _FEW, _LEAST_MORE = 1, 3
 _CACHED_BYTES = 64 << 20
@@ -131,7 +131,7 @@ def _timed(forward: Callable[[], Any], device: torch.device) -> Times:
 
 
 def _built(name_or_dir: str, seq_len: int, gradient_checkpointing: bool, layers: int) -> nn.Module:
-    with init():
+    with deferred_init():
         return build_model(name_or_dir, seq_len=seq_len, gradient_checkpointing=gradient_checkpointing, layers=layers)
 
 

@@ -21,7 +21,7 @@ from pagoda.plan.placement import SPARE, UNDO
 from pagoda.plan.tiers import SSD
 
 _log = logging.getLogger("pagoda")
-_MORE_ROOM = "Delete checkpoints, or make room for more (memory.ssd_checkpoints, --keep-checkpoints)."
+_MORE_ROOM = "Delete checkpoints, or make room for more (memory.ssd_checkpoints, --save-total-limit)."
 
 
 @dataclass(frozen=True)

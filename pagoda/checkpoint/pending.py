@@ -91,7 +91,7 @@ class PendingCheckpoint:
             problem = next((each for each in problems if each is not None), None)
             if problem is None:
                 return
-            self._optimizer.drain(show=False)
+            self._optimizer.synchronize(show=False)
             stops = time.monotonic() > until or len(received) > before
             if any(from_all(self._mesh, "the end of a run", stops)):
                 raise error or CheckpointError(f"the checkpoint after step {writing.step} was not saved: {problem}")

@@ -86,7 +86,7 @@ def dtype_of_files(directory: Path) -> torch.dtype | None:
 
 
 def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
-    """Give a transformers model, built in `pagoda.init()`, the weights of a directory or GGUF file.
+    """Give a transformers model, built in `pagoda.deferred_init()`, the weights of a directory or GGUF file.
 
     Real parameters and buffers get their values now. Parameters that wait get a reference to their values, which `wrap`
     reads piece by piece, directly into their tier. Values are exact, because fp32, fp16 and bf16 all fit

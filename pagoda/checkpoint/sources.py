@@ -63,7 +63,7 @@ class SharedValues:
         self.ram: torch.Tensor | None = None
         """The memory itself, once something has used it directly."""
         self.replays = replays
-        """Whether random operations are recorded, and not run at once, because `pagoda.init` seeds them."""
+        """Whether random operations are recorded, and not run at once, because `pagoda.deferred_init` seeds them."""
 
     @property
     def elements(self) -> int:

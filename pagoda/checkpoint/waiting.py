@@ -1,9 +1,10 @@
 """Waiting tensors: parameters whose values are known, and not in memory.
 
-`pagoda.init` and `pagoda.load` put them into models. To other code they are tensors on the CPU. In place of memory they
-have a record of what their values come from: a file, a random initialisation, other tensors. Operations that copy, cut,
-cast, join or fill them are recorded. Any other operation reads the values that it needs and runs at once, and what it
-writes stays in RAM. So a model can be copied, resized and adapted like any other, and `wrap` evaluates the records.
+`pagoda.deferred_init` and `pagoda.load` put them into models. To other code they are tensors on the CPU. In place of
+memory they have a record of what their values come from: a file, a random initialisation, other tensors. Operations
+that copy, cut, cast, join or fill them are recorded. Any other operation reads the values that it needs and runs at
+once, and what it writes stays in RAM. So a model can be copied, resized and adapted like any other, and `wrap`
+evaluates the records.
 """
 
 import sys
@@ -306,7 +307,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the values of waiting tensors. The memory that it writes to is then in RAM."""
     if torch.Tag.inplace_view in func.tags:
         raise UsageError(
-            f"{func} would change the shape of a tensor in place, but its values are not in memory yet (pagoda.init, "
+            f"{func} would change the shape of a tensor in place, but its values are not in memory yet "
+            "(pagoda.deferred_init, "
             "pagoda.load). Assign a new parameter instead."
         )
     if func._schema.name.removeprefix("aten::") in _USES_SHAPE:
@@ -343,7 +345,7 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(target, WaitingTensor):
         raise UsageError(
             "The data of a tensor in memory cannot be set to that of a parameter that waits for its values "
-            "(pagoda.init, pagoda.load): copy them, with tensor.copy_(values), or assign the parameter itself."
+            "(pagoda.deferred_init, pagoda.load): copy them, with tensor.copy_(values), or assign the parameter itself."
         )
     if not isinstance(value, WaitingTensor):
         values = value.detach()

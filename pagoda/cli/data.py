@@ -18,10 +18,10 @@ def run(config: DataConfig, console: Console) -> int:
 
     data = DataSets(config, console)
     tokens = opened_tokens(config.data, config.dataset_train_split, data, open_mesh(), console)
-    if not config.seq_len:
+    if not config.max_length:
         seq_len, reasons = sequence_length(config, tokens)
-        config = replace(config, seq_len=seq_len)
+        config = replace(config, max_length=seq_len)
         say(console, *(f"Chosen: {reason}" for reason in reasons))
-    rows = Rows.of(tokens, config.seq_len, config.packs)
+    rows = Rows.of(tokens, config.max_length, config.packing)
     say(console, *sequences(rows), *example(rows, data.tokenizer))
     return 0

@@ -116,7 +116,7 @@ def _with_adapter(checkpoint: "SavedCheckpoint", trained: TrainConfig | None, co
     from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, model_of
     from pagoda.models.build import build_model
     from pagoda.models.lora import adapted_as
-    from pagoda.prepare.construct import init
+    from pagoda.prepare.construct import deferred_init
     from pagoda.train.model import ready
 
     record = checkpoint.manifest["model"]
@@ -124,11 +124,11 @@ def _with_adapter(checkpoint: "SavedCheckpoint", trained: TrainConfig | None, co
         if trained is None:
             raise ConfigError(f"{checkpoint.directory} has quantized weights, and is not of `pagoda train`")
         trained = replace(trained, memory=config.memory)
-        with init():
-            model = build_model(trained.model, seq_len=trained.seq_len)
+        with deferred_init():
+            model = build_model(trained.model, seq_len=trained.max_length)
         model = ready(trained, model, Console(quiet=True), from_files=False)
     else:
-        with init():
+        with deferred_init():
             model = model_of(record)
         model = adapted_as(model, record[ADAPTER])
     give_values(model, checkpoint)
@@ -152,6 +152,6 @@ def _places(config: GenerateConfig) -> tuple[Path, Path]:
     if (config.source / "config.json").is_file():
         return config.source, config.source
     raise ConfigError(
-        f"{config.source} is neither a run nor a Hugging Face directory: name the --out of `pagoda train`, or a "
+        f"{config.source} is neither a run nor a Hugging Face directory: name the --output-dir of `pagoda train`, or a "
         "directory with a config.json"
     )

@@ -49,7 +49,10 @@ def run(config: PlanConfig, console: Console) -> int:
         _measure_here(config)
     config, chosen = with_precision(config, hardware_named(config.hardware))
     if config.max_model:
-        machine, config = find_machine_for(config), replace(config, batch_size=max(1, config.batch_size))
+        machine, config = (
+            find_machine_for(config),
+            replace(config, per_device_train_batch_size=max(1, config.per_device_train_batch_size)),
+        )
         config = replace(config, model=largest_model(config, machine), max_model=False)
     if config.search_degrees:
         config, why = search_degrees(config)

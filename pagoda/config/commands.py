@@ -53,7 +53,7 @@ class ScriptConfig(Settings):
     export: bool = False
     """Write the whole model into each checkpoint, for from_pretrained. The end of the run always writes it into
     --output_dir."""
-    checkpoint_minutes: float = 0.0
+    save_minutes: float = 0.0
     """Also save a checkpoint if so many minutes have passed since the last one. 0: only as --save_steps says."""
     others: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     """The flags that are TRL's."""
@@ -136,7 +136,7 @@ class GenerateConfig:
     draw: bool = False
     """Sample tokens at temperature 0.8, instead of taking the most likely ones."""
     seed: int = 0
-    """Seed of --draw."""
+    """Seed of --do-sample."""
     chat: bool | None = None
     """Format the prompt with the tokenizer's chat template. By default, for a run, if its data were conversations;
     otherwise if there is a template."""

@@ -19,7 +19,7 @@ def names_of(data: Data) -> tuple[str, ...]:
 class DataSettings(Settings):
     """What is read of data."""
 
-    column: str | None = None
+    dataset_text_field: str | None = None
     """Column of the records with the text or the messages. By default the first one with a known name."""
     skip_bad: bool = False
     """Leave out records that cannot be read, and list them with their reasons, instead of refusing the data."""
@@ -47,7 +47,7 @@ class Reading(DataSettings):
     cache: Path | None = None
     """Directory that keeps tokenized data, 2 or 4 bytes a token, for this run and others. By default one in the user's
     cache directory."""
-    seq_len: int = 0
+    max_length: int = 0
     """Tokens per sequence. 0: 1024 for texts, or what most conversations fit in; at most what the model has positions
     for."""
     packing: Literal["on", "off"] = "on"
@@ -55,8 +55,8 @@ class Reading(DataSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("seq_len", self.seq_len, 0)
-        require(self.seq_len != 1, "seq_len", self.seq_len, "at least 2 (a token and the next)")
+        require_count("max_length", self.max_length, 0)
+        require(self.max_length != 1, "max_length", self.max_length, "at least 2 (a token and the next)")
 
     @property
     def packs(self) -> bool:

@@ -27,7 +27,7 @@ def needs_package(bits: str) -> str:
 class StatesConfig(Settings):
     """Settings of an optimizer that may affect which states it keeps."""
 
-    options: tuple[str, ...] = ()
+    optim_args: tuple[str, ...] = ()
     """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """Format of AdamW's moments: fp32 (exact, 8 bytes per parameter), or bf16 (4) or 8bit (2), which are
@@ -39,9 +39,9 @@ class Workload(Settings):
     """What one forward pass computes."""
 
     model: str | None
-    batch_size: int
+    per_device_train_batch_size: int
     """Sequences per forward pass, on each rank."""
-    seq_len: int
+    max_length: int
     """Tokens per sequence. For a T5, of the encoder's input and of the decoder's output each."""
 
 
@@ -60,26 +60,26 @@ class Run(Training, Workload):
     """Number of consecutive ranks that divide every layer and get the same batches."""
     pipeline_parallel: int = 1
     """Number of pipeline stages, each of which has equally many ranks and a part of the layers. The micro-batches of a
-    step, --accumulation-steps, pass through the stages. `pagoda train` needs at least as many as stages."""
+    step, --gradient-accumulation-steps, pass through the stages. `pagoda train` needs at least as many as stages."""
     sequence_parallel: int = 1
     """Number of consecutive ranks that divide each sequence, and exchange tokens for heads around attention. They get
-    the same batches. It must divide --seq-len and the number of attention heads."""
+    the same batches. It must divide --max-length and the number of attention heads."""
     ordered_sums: bool = False
     """Add each rank's gradient of a micro-batch by itself, in the order of ranks. Gradients then have the same bits on
     1, 2, 4, ... ranks that take the same micro-batches (--zero-stage 2 or 3). `pagoda plan` assumes that this takes no
     more time."""
-    checkpoint_every: int = 0
-    """Steps from one checkpoint to the next. 0: by time, see --checkpoint-minutes."""
-    checkpoint_minutes: float = 30.0
-    """Minutes of training from one checkpoint to the next, without --checkpoint-every. 0: save only at the end, and
+    save_steps: int = 0
+    """Steps from one checkpoint to the next. 0: by time, see --save-minutes."""
+    save_minutes: float = 30.0
+    """Minutes of training from one checkpoint to the next, without --save-steps. 0: save only at the end, and
     when the run is interrupted."""
-    keep_checkpoints: int = 2
-    """Number of checkpoints to keep. Older ones are deleted after a new one is complete. With --checkpoint-every, a
+    save_total_limit: int = 2
+    """Number of checkpoints to keep. Older ones are deleted after a new one is complete. With --save-steps, a
     checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more space there.
-    Without --checkpoint-every, one checkpoint keeps its pages, if there is room. 0: delete no checkpoint, and copy the
+    Without --save-steps, one checkpoint keeps its pages, if there is room. 0: delete no checkpoint, and copy the
     state on SSD into each."""
-    accumulation_steps: int  # its default is inherited: a run always announces its passes
-    optimizer: str = "adamw"
+    gradient_accumulation_steps: int  # its default is inherited: a run always announces its passes
+    optim: str = "adamw"
     """adamw, adam, sgd, signsgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other
     class. `pagoda plan` assumes that updates are as fast as those of AdamW with fp32 moments."""
     optim: StatesConfig = field(default_factory=StatesConfig)
@@ -91,7 +91,7 @@ class Run(Training, Workload):
     layer, and rounds the loss in another order. By default it is used if all logits would be the peak of activations.
     """
     quantize: Literal["4bit", "8bit"] | None = None
-    """With --lora.rank: hold the model's own linear layers and experts in 4 bits (NF4 of bitsandbytes) or 8 bits
+    """With --lora-r: hold the model's own linear layers and experts in 4 bits (NF4 of bitsandbytes) or 8 bits
     (integers of torchao), as in QLoRA. They then compute slightly different outputs."""
     plan: PlanMode | None = None
     """search: simulate several plans, with the machine's speeds from `pagoda calibrate`, and take the fastest. usual:
@@ -108,28 +108,30 @@ class Run(Training, Workload):
             require_count(name, getattr(self, name), 1)
         if self.sequence_parallel > 1:
             self._check_sequences(others)
-        for name in ("checkpoint_every", "keep_checkpoints"):
+        for name in ("save_steps", "save_total_limit"):
             require_count(name, getattr(self, name), 0)
-        minutes = self.checkpoint_minutes
-        require(0 <= minutes < math.inf, "checkpoint_minutes", minutes, "0 or more, and finite")
+        minutes = self.save_minutes
+        require(0 <= minutes < math.inf, "save_minutes", minutes, "0 or more, and finite")
 
     def _check_sequences(self, others: tuple[str, ...]) -> None:
         """Raises ConfigError if ranks cannot divide the sequences. `others`: how else they may divide a pass."""
         ranks = self.sequence_parallel
-        if self.seq_len % ranks:
-            raise ConfigError(f"--sequence-parallel {ranks} does not divide --seq-len {self.seq_len}: give a multiple")
+        if self.max_length % ranks:
+            raise ConfigError(
+                f"--sequence-parallel {ranks} does not divide --max-length {self.max_length}: give a multiple"
+            )
         if also := next((flag(name) for name in others if getattr(self, name) > 1), None):
             raise ConfigError(f"--sequence-parallel does not work with {also}: leave out one of them")
 
     @property
     def saves_by_time(self) -> bool:
         """Whether checkpoints are due by time, not by steps."""
-        return self.checkpoint_minutes > 0 and not self.checkpoint_every
+        return self.save_minutes > 0 and not self.save_steps
 
     def kept_on_ssd(self, nodes: int) -> int | None:
         """Number of checkpoints for which state on SSD has spare pages. None, for checkpoints by time: one if there is
         room, because a default must not make a run fail. 0 if a run saves only at its end, because that checkpoint
         copies, and on several nodes, because other nodes may not see this node's drives."""
-        if nodes > 1 or not self.keep_checkpoints or not (self.checkpoint_every or self.saves_by_time):
+        if nodes > 1 or not self.save_total_limit or not (self.save_steps or self.saves_by_time):
             return 0
-        return self.keep_checkpoints if self.checkpoint_every else None
+        return self.save_total_limit if self.save_steps else None

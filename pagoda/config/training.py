@@ -30,7 +30,7 @@ class LossScale:
     Raises ConfigError with the field's name for other values.
     """
 
-    initial: float = 65536.0
+    init_scale: float = 65536.0
     """Scale of the first step."""
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -38,7 +38,7 @@ class LossScale:
     """Steps without a skip before the scale grows."""
 
     def __post_init__(self) -> None:
-        for name in ("initial", "growth_factor", "backoff_factor"):
+        for name in ("init_scale", "growth_factor", "backoff_factor"):
             check_power_of_two(f"loss_scale {name}", getattr(self, name))
         require(self.growth_factor >= 1, "loss_scale growth_factor", self.growth_factor, "at least 1")
         require(self.backoff_factor < 1, "loss_scale backoff_factor", self.backoff_factor, "below 1")
@@ -211,19 +211,19 @@ class Tiles(Settings):
 class Step(Settings):
     """The contents of one optimizer step."""
 
-    accumulation_steps: int | None = 1
+    gradient_accumulation_steps: int | None = 1
     """Forward and backward passes per optimizer step."""
-    clip_grad_norm: float | None = 1.0
+    max_grad_norm: float | None = 1.0
     """Largest global norm of the gradients. None: no clipping."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.accumulation_steps is not None:
-            require_count("accumulation_steps", self.accumulation_steps, 1)
-        norm: Any = self.clip_grad_norm
+        if self.gradient_accumulation_steps is not None:
+            require_count("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        norm: Any = self.max_grad_norm
         if norm is not None:
             require(
-                isinstance(norm, int | float) and norm > 0, "clip_grad_norm", norm, "above 0, or None for no clipping"
+                isinstance(norm, int | float) and norm > 0, "max_grad_norm", norm, "above 0, or None for no clipping"
             )
 
 
@@ -235,8 +235,8 @@ class Training(Tiles, Activations, Updates, MixedPrecision, Step):
 def training_of(
     *,
     precision: Precision | MixedPrecision | None,
-    clip_grad_norm: float | None,
-    accumulation_steps: int | None,
+    max_grad_norm: float | None,
+    gradient_accumulation_steps: int | None,
     update: UpdateMode | Updates,
     activations: ActivationMode | Activations,
     tiles: Tiles | None,
@@ -253,7 +253,7 @@ def training_of(
     given: dict[str, Any] = {}
     for group in groups:
         given |= group.shared(type(group))
-    return Training(**given, clip_grad_norm=clip_grad_norm, accumulation_steps=accumulation_steps)
+    return Training(**given, max_grad_norm=max_grad_norm, gradient_accumulation_steps=gradient_accumulation_steps)
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:

@@ -23,7 +23,7 @@ _MOST_LINES = 3
 _WORTH = 0.02
 """A smaller gain gets no line."""
 _ROOM = 1 << 60
-_EIGHT_BIT = "8-bit moments (--optim.moments 8bit)"
+_EIGHT_BIT = "8-bit moments (--moments 8bit)"
 
 
 @dataclass(frozen=True)
@@ -130,22 +130,28 @@ def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
         yield _Change("Collectives twice as fast", replace(problem, hardware=network))
     yield faster("Updates twice as fast", cpu=_twice_as_fast(hardware.cpu, "update_params_per_s"))
     if (larger := _twice_the_batch(forecast, problem)) is not None:
-        yield _Change(f"Twice the sequences per pass (--batch-size {2 * config.batch_size})", larger, tokens=2.0)
-    passes = 2 * config.accumulation_steps
-    twice = replace(problem, options=replace(options, accumulation_steps=passes))
-    yield _Change(f"Twice the passes per step (--accumulation-steps {passes})", twice, tokens=2.0)
+        yield _Change(
+            f"Twice the sequences per pass (--per-device-train-batch-size {2 * config.per_device_train_batch_size})",
+            larger,
+            tokens=2.0,
+        )
+    passes = 2 * config.gradient_accumulation_steps
+    twice = replace(problem, options=replace(options, gradient_accumulation_steps=passes))
+    yield _Change(f"Twice the passes per step (--gradient-accumulation-steps {passes})", twice, tokens=2.0)
     if (eight := _with_8bit_moments(forecast, problem)) is not None:
         yield _Change(f"{_EIGHT_BIT}, which change the algorithm", eight)
     without = _without_clipping(problem)
     if options.clipping and without.options.update_during_backward and not _has_experts_of_others(problem):
-        yield _Change("No clipping (--clip-grad-norm None), so that updates run during backward", without)
+        yield _Change("No clipping (--max-grad-norm 0), so that updates run during backward", without)
 
 
 def _twice_the_batch(forecast: Forecast, problem: Problem) -> Problem | None:
     """The same problem with twice the batch, and with budgets that leave room for its activations. None if nothing is
     left for pages."""
     config = forecast.config
-    activations = activations_of(replace(config, batch_size=2 * config.batch_size), forecast.described)
+    activations = activations_of(
+        replace(config, per_device_train_batch_size=2 * config.per_device_train_batch_size), forecast.described
+    )
     try:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)
     except BudgetError:
@@ -178,7 +184,7 @@ def _what_would_fit(forecast: Forecast, problem: Problem) -> Iterator[str]:
     if eight is not None and (smaller := _planned(eight)) is not None:
         yield f"It would fit with {_EIGHT_BIT}, in {_amounts(smaller)}."
     if problem.options.clipping and (without := _planned(_without_clipping(problem))) is not None:
-        yield f"It would fit without clipping (--clip-grad-norm None), in {_amounts(without)}."
+        yield f"It would fit without clipping (--max-grad-norm 0), in {_amounts(without)}."
 
 
 def _amounts(plan: Plan) -> str:
@@ -188,9 +194,9 @@ def _amounts(plan: Plan) -> str:
 def _with_8bit_moments(forecast: Forecast, problem: Problem) -> Problem | None:
     """The same problem with moments of 8 bits. None if the optimizer does not offer them, or has them."""
     config = forecast.config
-    if config.optimizer != "adamw" or config.optim.moments == "8bit":
+    if config.optim != "adamw" or config.moments == "8bit":
         return None
-    eight = replace(config, optim=replace(config.optim, moments="8bit"))
+    eight = replace(config, moments="8bit")
     return replace(problem, states=eight.states, work=eight.rule.work)
 
 

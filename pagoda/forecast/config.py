@@ -33,12 +33,12 @@ class SizedRun(Run):
     @property
     def tokens(self) -> int:
         """Tokens of one forward pass on one GPU. It has one sequence if the number is still to be chosen."""
-        return max(1, self.batch_size) * self._part
+        return max(1, self.per_device_train_batch_size) * self._part
 
     @property
     def tile_tokens(self) -> int:
         """Tokens that a layer runs at a time."""
-        return tile_tokens(self.batch_tiles, max(1, self.batch_size), self._part)
+        return tile_tokens(self.batch_tiles, max(1, self.per_device_train_batch_size), self._part)
 
     @property
     def piece_tokens(self) -> int:
@@ -48,7 +48,7 @@ class SizedRun(Run):
     @property
     def _part(self) -> int:
         """Tokens of a sequence on one GPU."""
-        return self.seq_len // self.sequence_parallel
+        return self.max_length // self.sequence_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +76,16 @@ class PlanConfig(SizedRun):
     own batches, and all of them divide the state."""
     search_degrees: tuple[Degree, ...] = ()
     """Degrees to choose for the fastest step: tensor, pipeline, expert, replicas. What is not named stays as set. A
-    step keeps its sequences: ranks that share a batch have more --accumulation-steps."""
-    batch_size: int = 0
+    step keeps its sequences: ranks that share a batch have more --gradient-accumulation-steps."""
+    per_device_train_batch_size: int = 0
     """Sequences per forward pass, on each rank. 0: as many as have room, of those of --tokens-per-step."""
-    seq_len: int = 1024
+    max_length: int = 1024
     tokens_per_step: int | None = None
-    """Without --batch-size: about how many tokens a step has, over all ranks. By default 16384, as for `pagoda train`.
+    """Without --per-device-train-batch-size: about how many tokens a step has, over all ranks. By default 16384, as for
+    `pagoda train`.
     """
     lora: LoraConfig = field(default_factory=LoraConfig)
-    steps: int = 1000
+    max_steps: int = 1000
     """Steps of the run, for its time and what it writes to the SSD."""
     json: bool = False
     """Print JSON only, with the keys that docs/plan.md describes: fits, params, bytes, step_s, tokens_per_s,
@@ -94,11 +95,13 @@ class PlanConfig(SizedRun):
         super().__post_init__()
         for name in ("nodes", "steps"):
             require_count(name, getattr(self, name), 1)
-        require_count("batch_size", self.batch_size, 0)
+        require_count("per_device_train_batch_size", self.per_device_train_batch_size, 0)
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
-            require(not self.batch_size, "tokens_per_step", self.tokens_per_step, "left out, or batch_size")
-        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 (a token and the next)")
+            require(
+                not self.per_device_train_batch_size, "tokens_per_step", self.tokens_per_step, "left out, or batch_size"
+            )
+        require(self.max_length >= 2, "max_length", self.max_length, "at least 2 (a token and the next)")
         if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):
             raise ConfigError("--max-model searches with data-parallel ranks only: name the model in --model")
         if self.gpus_per_node is not None:
@@ -107,9 +110,14 @@ class PlanConfig(SizedRun):
             require(parse_bytes(self.ram, "ram") > 0, "ram", self.ram, "above 0")
             if self.hardware == AUTO:
                 raise ConfigError("--ram is for a machine that --hardware names: limit pages here with --memory.host")
-        require(self.tokens < _MOST_TOKENS, "batch_size", self.batch_size, "smaller, or seq_len: too many tokens")
+        require(
+            self.tokens < _MOST_TOKENS,
+            "per_device_train_batch_size",
+            self.per_device_train_batch_size,
+            "smaller, or seq_len: too many tokens",
+        )
         self.lora.check_with(self)
-        if self.max_model and self.lora.rank is not None:
+        if self.max_model and self.lora_r is not None:
             raise ConfigError("--max-model searches for a model whose weights all train: name one in --model")
         if (self.model is None) != self.max_model:
             raise ConfigError("give either --model NAME, or --max-model to find the largest GPT that fits")
@@ -124,7 +132,7 @@ class PlanConfig(SizedRun):
         """The update rule. Raises ConfigError for an unknown name, and for a setting that the rule does not have."""
         from pagoda.optim.named import rule_from
 
-        return rule_from(self.optimizer, self.optim, {}).predicting(self.ahead)
+        return rule_from(self.optim, self.optim, {}).predicting(self.ahead)
 
     @property
     def tile_elements(self) -> int | None:
@@ -140,5 +148,5 @@ class PlanConfig(SizedRun):
     @property
     def degrees(self) -> dict[str, int]:
         """How ranks are divided, and the micro-batches of a step."""
-        names = "tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "accumulation_steps"
+        names = "tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "gradient_accumulation_steps"
         return {name: getattr(self, name) for name in names}

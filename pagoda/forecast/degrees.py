@@ -124,7 +124,7 @@ def _candidates(config: PlanConfig) -> Iterator[PlanConfig]:
                 pipeline_parallel=stages,
                 expert_parallel=row,
                 replicas=copies,
-                accumulation_steps=config.accumulation_steps * more,
+                gradient_accumulation_steps=config.gradient_accumulation_steps * more,
             )
 
 
@@ -156,7 +156,7 @@ def _way(config: PlanConfig, machine: Machine, described: ModelDescription) -> W
         pass_bound_s(machine.hardware, machine.ranks, *work_of(config, machine, part, again), again) for part in kinds
     ]
     of_stages = [passes[number] for number in numbers]
-    bound = sum(of_stages) + (config.accumulation_steps - 1) * max(of_stages)
+    bound = sum(of_stages) + (config.gradient_accumulation_steps - 1) * max(of_stages)
     return Way(config, machine, bound, tuple(kinds), tuple(numbers))
 
 

@@ -60,7 +60,7 @@ class Forecast:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step of all GPUs."""
-        return self.machine.ranks.data_parallel * self.config.tokens * self.config.accumulation_steps
+        return self.machine.ranks.data_parallel * self.config.tokens * self.config.gradient_accumulation_steps
 
     @property
     def tokens_per_s(self) -> float:
@@ -71,7 +71,7 @@ class Forecast:
     def flop_per_s(self) -> float:
         """FLOP/s of each GPU, counted as three times forward, or twice for frozen weights. Recomputation is not
         counted."""
-        return self.described.step_flops * self.config.accumulation_steps / self.timeline.step_s
+        return self.described.step_flops * self.config.gradient_accumulation_steps / self.timeline.step_s
 
     @property
     def share_of_peak(self) -> float:
@@ -102,7 +102,7 @@ def forecast(
     """
     config, why = with_precision(config, machine.hardware)
     check_configured(config)
-    config = replace(config, batch_size=max(1, config.batch_size))
+    config = replace(config, per_device_train_batch_size=max(1, config.per_device_train_batch_size))
     whole = described or describe_model(config)
     described = tensor_part_of(whole, config.tensor_parallel, config.states[0].whole)
     config, chosen = resolve_auto(config, machine, described)
@@ -157,8 +157,8 @@ def _measured(config: PlanConfig, problem: Problem) -> Compute:
     assert config.model is not None
     profiler = ComputeProfiler(
         config.model,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
+        batch_size=config.per_device_train_batch_size,
+        seq_len=config.max_length,
         precision=config.chosen_precision,
         gradient_checkpointing=recomputes(config.activations),
     )

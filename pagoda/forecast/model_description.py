@@ -99,12 +99,12 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
     assert name is not None
     shape, packed = PAPER_SHAPES.get(name), {}
     if shape is not None:
-        if config.lora.rank is not None:
-            raise ConfigError(f"--lora.rank is for models of transformers, and {name!r} is a paper's shape")
+        if config.lora_r is not None:
+            raise ConfigError(f"--lora-r is for models of transformers, and {name!r} is a paper's shape")
         if ranks > 1:
             _check_experts(shape, ranks)
         root = module_spec(shape, ranks)
-        flops = forward_flops(shape, config.tokens, config.seq_len, ranks)
+        flops = forward_flops(shape, config.tokens, config.max_length, ranks)
         if config.tile_elements is not None:
             root, flops = tiled(root, flops, config.tile_elements, config.looked_up_elements)
         layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
@@ -117,11 +117,11 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
     else:
         root, before, counted, built, layers = _tree_of_transformers(config, name, count_flops)
         params, packed = before.numel, _packed(before, root)
-        each = max(1, config.batch_size) / config.sequence_parallel
+        each = max(1, config.per_device_train_batch_size) / config.sequence_parallel
         flops = {module: each * of_one for module, of_one in counted.items()}
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
-        row_with_mask = 0 if window_of(built, config.seq_len) is None else config.seq_len
+        row_with_mask = 0 if window_of(built, config.max_length) is None else config.max_length
         text = built
     width = 0
     if (divided := config.sequence_parallel) > 1:
@@ -138,7 +138,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         hidden=hidden,
         ffn=ffn,
         vocab=vocab,
-        measurable=shape is None and not top_k and config.lora.rank is None and config.sequence_parallel == 1,
+        measurable=shape is None and not top_k and config.lora_r is None and config.sequence_parallel == 1,
         packed=packed,
         top_k=top_k,
         exchanged=exchanged_elements(root, config.tokens * top_k * hidden, ranks),
@@ -219,9 +219,9 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
     layers = layer_count(name)
     alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
     with counting.weightless():
-        model: Any = build_model(name, seq_len=asked.seq_len, layers=_DESCRIBED if alike else None)
+        model: Any = build_model(name, seq_len=asked.max_length, layers=_DESCRIBED if alike else None)
         packed: Mapping[str, Any] = {}
-        if asked.quantize is not None:
+        if asked.quantized_format is not None:
             packed, lora = linear_layers(model), replace(lora, targets=targets_of(model, lora.targets))
         if lora.rank is not None:
             model = add_adapters(model, lora)
@@ -234,10 +234,10 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
             most_looked_up=asked.looked_up_elements,
         )
         with first_forward(name):
-            counted = counting.forward_flops(model, 1, asked.seq_len) if count_flops else {}
+            counted = counting.forward_flops(model, 1, asked.max_length) if count_flops else {}
         whole = root = describe(model)
-        if asked.quantize is not None:
-            pack_without_values(model, packed.values(), asked.quantize)
+        if asked.quantized_format is not None:
+            pack_without_values(model, packed.values(), asked.quantized_format)
             root = describe(model, weight=asked.states[0].dtype)
     if alike:
         whole, _ = _repeated(whole, counted, layers)

@@ -104,7 +104,7 @@ def stages_of(
         kind = len(_layers(described, stage, count)), stage == 0, stage == count - 1
         if kind not in kinds:
             kinds[kind] = len(found)
-            at_once = min(count - stage, config.accumulation_steps)
+            at_once = min(count - stage, config.gradient_accumulation_steps)
             handed = tuple(of_stage(handed_on, ranks, stage))
             found.append(replace(stage_of(described, stage, count), at_once=at_once, handed_on=handed))
         numbers.append(kinds[kind])

@@ -73,7 +73,7 @@ class Problem:
         """Seconds of a step that never waits for weights or updates. No plan takes less."""
         again = recomputes(self.options.activations)
         of_pass = pass_bound_s(self.hardware, self.ranks, self.compute, self.exchanges, again)
-        return (self.options.accumulation_steps or 1) * of_pass
+        return (self.options.gradient_accumulation_steps or 1) * of_pass
 
     def estimated(self, plan: Plan) -> tuple[float, float]:
         """Seconds of a step and of a micro-batch. If there are many units, some of the layers are simulated, and if
@@ -218,9 +218,9 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
 
 def _ways_to_smaller_activations(config: PlanConfig, machine: Machine) -> Iterator[str]:
     """Settings that lower the bytes of activations and that the configuration has room for."""
-    yield "a shorter --seq-len"
-    if config.batch_size > 1:
-        yield "a smaller --batch-size, with more --accumulation-steps"
+    yield "a shorter --max-length"
+    if config.per_device_train_batch_size > 1:
+        yield "a smaller --per-device-train-batch-size, with more --gradient-accumulation-steps"
     drive = config.memory.ssd if machine.here else machine.hardware.ssd
     offloads = config.activations in (None, "recompute+offload", "auto")  # the default tries it
     if not offloads and (machine.hardware.device is not None or drive is not None):
@@ -276,5 +276,5 @@ def unpacking_s(config: PlanConfig, hardware: Hardware, described: ModelDescript
     """Seconds in which each quantized module reads its packed weights and writes them in 16 or 32 bits."""
     processor = hardware.device or hardware.cpu
     rate = processor.memory_bytes_per_s.value / (hardware.gpus_per_node if hardware.device is None else 1)
-    itemsize = config.itemsize + (0.5 if config.quantize == "4bit" else 1)
+    itemsize = config.itemsize + (0.5 if config.quantized_format == "4bit" else 1)
     return {module: elements * itemsize / rate for module, elements in described.packed.items()}

@@ -116,16 +116,16 @@ def show(forecast: Forecast, advice: Sequence[str], console: Console) -> None:
 def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType]:
     described, config = forecast.described, forecast.config
     ranks = f", {forecast.machine.ranks.count} ranks" if forecast.machine.ranks.count > 1 else ""
-    passes = f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else ""
+    passes = f" x {config.gradient_accumulation_steps} passes" if config.gradient_accumulation_steps > 1 else ""
     yield Text(
         f"{described.name}, {_millions(described.params)} parameters, on {forecast.machine.hardware.name}{ranks}: "
-        f"{config.batch_size} x {config.seq_len} tokens{passes}"
+        f"{config.per_device_train_batch_size} x {config.max_length} tokens{passes}"
     )
     if forecast.choice is None:
         yield Text(f"Does not fit. {forecast.refusal}", style="bold red")
     else:
         yield Text("Fits.", style="bold green")
-        yield plan_table(forecast.plan, described.params if config.quantize else None)
+        yield plan_table(forecast.plan, described.params if config.quantized_format else None)
     yield Text(f"Besides pages, activations take {forecast.activations}.")
     if forecast.machine.hardware.device is None:
         kept = format_bytes((MALLOC - 1) * forecast.activations.total)
@@ -142,7 +142,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
 
 
 def _figures(forecast: Forecast) -> RenderableType:
-    written, steps = forecast.ssd_bytes_written_per_step, forecast.config.steps
+    written, steps = forecast.ssd_bytes_written_per_step, forecast.config.max_steps
     table = Table.grid(padding=(0, 2))
     takes = timedelta(seconds=round(steps * forecast.timeline.step_s))
     table.add_row("step", f"{format_seconds(forecast.timeline.step_s)}; {steps:,} steps take {takes}")

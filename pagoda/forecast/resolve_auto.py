@@ -113,12 +113,12 @@ def _with_tiles(config: PlanConfig, machine: Machine, described: ModelDescriptio
     """Choose the number of micro-batches if it is open."""
     if config.batch_tiles != "auto":
         return config
-    count = tile_count("auto", config.batch_size, config.tokens)
+    count = tile_count("auto", config.per_device_train_batch_size, config.tokens)
     while True:
         tried = replace(config, batch_tiles=count)
-        if count == config.batch_size or _step_s(tried, machine, described, timed=False) < inf:
+        if count == config.per_device_train_batch_size or _step_s(tried, machine, described, timed=False) < inf:
             return tried
-        count = min(2 * count, config.batch_size)
+        count = min(2 * count, config.per_device_train_batch_size)
 
 
 def _said_of_tiles(config: PlanConfig, chosen: PlanConfig) -> tuple[str, ...]:

@@ -25,24 +25,24 @@ def sequences_at_once(target: int, stages: int, fits: Callable[[int], bool]) -> 
 def with_step_size(config: PlanConfig, machine: Machine) -> tuple[PlanConfig, tuple[str, ...]]:
     """The configuration with the sequences of a forward pass and the passes of a step, and how they were chosen. Raises
     ConfigError like `describe_model`."""
-    if config.batch_size:
+    if config.per_device_train_batch_size:
         return config, ()
     described = describe_model(config)
     tokens, config = config.tokens_per_step or TOKENS_PER_STEP, replace(config, tokens_per_step=None)
     ranks = machine.ranks.data_parallel // config.sequence_parallel
-    target = max(1, round(tokens / config.seq_len / ranks))
+    target = max(1, round(tokens / config.max_length / ranks))
     room, kept = _room_for_activations(config, machine)
 
     def fits(batch: int) -> bool:
-        return kept * activations_of(replace(config, batch_size=batch), described).total <= room
+        return kept * activations_of(replace(config, per_device_train_batch_size=batch), described).total <= room
 
-    batch, passes = sequences_at_once(target, config.pipeline_parallel, fits), config.accumulation_steps
+    batch, passes = sequences_at_once(target, config.pipeline_parallel, fits), config.gradient_accumulation_steps
     if passes == 1:
         passes = max(config.pipeline_parallel, target // batch)
-    chosen = f"--batch-size {batch} --accumulation-steps {passes}"
-    each = batch * passes * ranks * config.seq_len
+    chosen = f"--per-device-train-batch-size {batch} --gradient-accumulation-steps {passes}"
+    each = batch * passes * ranks * config.max_length
     reason = f"{chosen}: about {each:,} tokens a step (--tokens-per-step), as `pagoda train` chooses them."
-    return replace(config, batch_size=batch, accumulation_steps=passes), (reason,)
+    return replace(config, per_device_train_batch_size=batch, gradient_accumulation_steps=passes), (reason,)
 
 
 def _room_for_activations(config: PlanConfig, machine: Machine) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from pagoda.integrations.paging import Paging, hand_over, optimizer_of
 from pagoda.integrations.states import LazyStateDict, Saves
 from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
-from pagoda.prepare.construct import init
+from pagoda.prepare.construct import deferred_init
 
 _PRECISIONS: dict[str, Precision | None] = {
     "32-true": None,
@@ -242,7 +242,7 @@ class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[mi
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Context in which parameters take no memory. `wrap` creates them in their homes."""
-        return init()
+        return deferred_init()
 
     model_sharded_context = tensor_init_context
 
@@ -352,7 +352,7 @@ class PagodaFabricStrategy(_Strategy, fabric.Strategy):  # type: ignore[misc]
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context in which parameters take no memory. `wrap` creates them in their homes."""
-        return init()
+        return deferred_init()
 
     def clip_gradients_norm(
         self,

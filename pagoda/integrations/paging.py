@@ -114,8 +114,8 @@ class Paging:
         precision: Precision | None,
         groups: list[dict[str, Any]] | None = None,
         *,
-        clip_grad_norm: float | None = None,
-        accumulation_steps: int | None = None,
+        max_grad_norm: float | None = None,
+        gradient_accumulation_steps: int | None = None,
         keeps_pages: bool = False,
     ) -> PagedOptimizer:
         """Wrap a model with the update rule of an optimizer in RAM, and with the framework's settings. The settings
@@ -141,8 +141,8 @@ class Paging:
         settings = {
             "paging": self,
             "precision": self.precision or precision,
-            "gradient clipping": clip_grad_norm,
-            "gradient accumulation": accumulation_steps,
+            "gradient clipping": max_grad_norm,
+            "gradient accumulation": gradient_accumulation_steps,
         }
         if (paged := optimizer_of(model)) is not None:
             _begin_anew(paged, rule, groups, _differences(getattr(model, _TAKEN)[1], settings))
@@ -150,7 +150,7 @@ class Paging:
             memory = self.memory
             if memory.ssd_checkpoints is None and not keeps_pages:
                 memory = replace(memory, ssd_checkpoints=0)
-            paged = self._wrap(model, memory, rule, groups, precision, clip_grad_norm, accumulation_steps)
+            paged = self._wrap(model, memory, rule, groups, precision, max_grad_norm, gradient_accumulation_steps)
             setattr(model, _TAKEN, (paged, settings))
         optimizer.param_groups = paged.param_groups
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
@@ -163,8 +163,8 @@ class Paging:
         rule: Rule,
         groups: list[dict[str, Any]],
         precision: Precision | None,
-        clip_grad_norm: float | None,
-        accumulation_steps: int | None,
+        max_grad_norm: float | None,
+        gradient_accumulation_steps: int | None,
     ) -> PagedOptimizer:
         _, paged = wrap(
             model,
@@ -172,8 +172,8 @@ class Paging:
             param_groups=groups,
             memory=memory,
             precision=self._precision(model, precision),
-            clip_grad_norm=clip_grad_norm,
-            accumulation_steps=accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             update=self.update,
             activations=self.activations,
             tiles=self.tiles,

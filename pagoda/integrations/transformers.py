@@ -151,8 +151,8 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             optimizer,
             PRECISIONS[args.mixed_precision],
             groups=None if self.paging.optimizer is None else self._groups(),
-            clip_grad_norm=args.max_grad_norm or None,
-            accumulation_steps=self._announced(),
+            max_grad_norm=args.max_grad_norm or None,
+            gradient_accumulation_steps=self._announced(),
             keeps_pages=True,
         )
         if self.lr_scheduler is not None:

@@ -125,7 +125,7 @@ def _paging(config: ScriptConfig, training: Any, refers: bool) -> Paging:
         autocast=config.autocast and bool(training.bf16),
         skip_non_finite=config.skip_non_finite,
         export=config.export or None,
-        save_minutes=config.checkpoint_minutes,
+        save_minutes=config.save_minutes,
     )
 
 

@@ -39,7 +39,7 @@ def build_model(
 ) -> "nn.Module":
     """Build a language model of transformers, with fp32 parameters, in training mode.
 
-    Call it inside `pagoda.init()` to keep parameters out of memory. Nothing is downloaded and no code from the
+    Call it inside `pagoda.deferred_init()` to keep parameters out of memory. Nothing is downloaded and no code from the
     directory runs. The key-value cache is off.
 
     Args:
@@ -65,7 +65,7 @@ def build_model(
     if positions is not None and seq_len > positions:
         raise ConfigError(
             f"seq_len {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
-            f" use --seq-len {positions} or less, or a directory whose config.json has more max_position_embeddings"
+            f" use --max-length {positions} or less, or a directory whose config.json has more max_position_embeddings"
         )
     if layers is not None:
         layer_count(name_or_dir)  # raises ConfigError for a model without it

@@ -23,37 +23,37 @@ NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
 class LoraConfig:
     """Adapters that are trained instead of the model's weights, which stay frozen and take no optimizer state."""
 
-    rank: int | None = None
+    lora_r: int | None = None
     """Rank of the adapters. By default there are none, and the whole model is trained."""
-    alpha: int | None = None
+    lora_alpha: int | None = None
     """The output of an adapter is multiplied by alpha / rank. By default alpha is twice the rank."""
-    dropout: float = 0.0
+    lora_dropout: float = 0.0
     """Share of an adapter's inputs that are dropped."""
-    targets: tuple[str, ...] = (ALL_LINEAR,)
+    lora_target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Names of the modules that get adapters, as peft matches them, such as q_proj v_proj, and of parameters of
     experts, such as experts.down_proj; all-linear: every linear layer except the output layer, and, without
     --quantize, what is like them in experts."""
 
     def __post_init__(self) -> None:
-        if self.rank is None:
-            if (self.alpha, self.dropout, self.targets) != (None, 0.0, (ALL_LINEAR,)):
-                raise ConfigError("--lora.rank is missing: adapters with these settings need a rank, such as 16")
+        if self.lora_r is None:
+            if (self.lora_alpha, self.lora_dropout, self.lora_target_modules) != (None, 0.0, (ALL_LINEAR,)):
+                raise ConfigError("--lora-r is missing: adapters with these settings need a rank, such as 16")
             return
-        require(self.rank >= 1, "--lora.rank", self.rank, "at least 1")
-        require(self.alpha is None or self.alpha >= 1, "--lora.alpha", self.alpha, "at least 1")
-        require(0 <= self.dropout < 1, "--lora.dropout", self.dropout, "in [0, 1)")
-        require(bool(self.targets), "--lora.targets", self.targets, "at least one name")
+        require(self.lora_r >= 1, "--lora-r", self.lora_r, "at least 1")
+        require(self.lora_alpha is None or self.lora_alpha >= 1, "--lora-alpha", self.lora_alpha, "at least 1")
+        require(0 <= self.lora_dropout < 1, "--lora-dropout", self.lora_dropout, "in [0, 1)")
+        require(bool(self.lora_target_modules), "--lora-target-modules", self.lora_target_modules, "at least one name")
 
     def check_with(self, run: Run) -> None:
         """Raises ConfigError for settings of a run that do not work with adapters."""
-        if self.rank is not None and run.tile_limit is not None:
-            raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
-        if self.rank is not None and run.tensor_parallel > 1:
-            raise ConfigError("--lora.rank adapts whole layers: leave out --tensor-parallel")
-        if self.rank is not None and run.pipeline_parallel > 1:
-            raise ConfigError("--lora.rank adapts whole models: leave out --pipeline-parallel")
-        if self.rank is None and run.quantize is not None:
-            raise ConfigError("--quantize is for a model whose adapters train: give --lora.rank too, such as 16")
+        if self.lora_r is not None and run.tile_limit is not None:
+            raise ConfigError("--lora-r adapts whole layers: leave out --tile-limit")
+        if self.lora_r is not None and run.tensor_parallel > 1:
+            raise ConfigError("--lora-r adapts whole layers: leave out --tensor-parallel")
+        if self.lora_r is not None and run.pipeline_parallel > 1:
+            raise ConfigError("--lora-r adapts whole models: leave out --pipeline-parallel")
+        if self.lora_r is None and run.quantized_format is not None:
+            raise ConfigError("--quantize is for a model whose adapters train: give --lora-r too, such as 16")
 
 
 def peft() -> Any:
@@ -69,25 +69,28 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
     """
     from pagoda.models.switch import is_switch
 
-    assert lora.rank is not None
-    package, named = peft(), " ".join(lora.targets)
+    assert lora.lora_r is not None
+    package, named = peft(), " ".join(lora.lora_target_modules)
     held = [name for name, _ in model.named_parameters()]
-    params = [target for target in lora.targets if any(f".{name}".endswith(f".{target}") for name in held)]
+    params = [target for target in lora.lora_target_modules if any(f".{name}".endswith(f".{target}") for name in held)]
     settings = package.LoraConfig(
-        r=lora.rank,
-        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=ALL_LINEAR if named == ALL_LINEAR else [each for each in lora.targets if each not in params],
+        r=lora.lora_r,
+        lora_alpha=2 * lora.lora_r if lora.lora_alpha is None else lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=ALL_LINEAR
+        if named == ALL_LINEAR
+        else [each for each in lora.lora_target_modules if each not in params],
         target_parameters=params or None,
         task_type="CAUSAL_LM",
     )
     try:
         adapted: nn.Module = package.get_peft_model(model, settings)
     except ValueError as error:  # peft raises it for modules that it cannot adapt
-        raise ConfigError(f"--lora.targets is {named}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"--lora-target-modules is {named}: {str(error).splitlines()[0]}") from error
     if any(is_switch(module, "Top1Router") and hasattr(module.classifier, "lora_A") for module in adapted.modules()):
         raise ConfigError(
-            f"--lora.targets is {named}: transformers casts the linear layer of a router in place, so it cannot have "
+            f"--lora-target-modules is {named}: transformers casts the linear layer of a router in place, so it cannot "
+            "have "
             "an adapter. Name other layers, such as q k v o wi wo"
         )
     return adapted.train()

@@ -37,7 +37,7 @@ def rule_from(name: str, asked: StatesConfig, settings: Mapping[str, Any]) -> Ru
     if name == "adamw":
         settings = {**settings, "moments": asked.moments}
     else:
-        require(asked.moments == "fp32", "optim.moments", asked.moments, "fp32 for optimizers other than adamw")
+        require(asked.moments == "fp32", "moments", asked.moments, "fp32 for optimizers other than adamw")
     return rule_named(name, {**settings, **parsed_options(asked.options)})
 
 
@@ -51,7 +51,7 @@ def rule_named(name: str, settings: Mapping[str, Any]) -> Rule:
         known = kind.setting_names()
         unknown = sorted(settings.keys() - known)
         if unknown:
-            raise ConfigError(f"--optimizer {name} has no {', '.join(unknown)}: it has {', '.join(known)}")
+            raise ConfigError(f"--optim {name} has no {', '.join(unknown)}: it has {', '.join(known)}")
         return kind(**settings)
     return Optim(_class_named(name), **settings)
 
@@ -75,10 +75,10 @@ def _class_named(name: str) -> type[torch.optim.Optimizer]:
     try:
         found = getattr(import_module(module), attribute) if colon else getattr(torch.optim, name, None)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--optimizer {name} cannot be imported: {error}") from error
+        raise ConfigError(f"--optim {name} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(
-            f"--optimizer {name} is unknown: use one of {', '.join(RULES)}, a class of torch.optim such as Adagrad, or "
+            f"--optim {name} is unknown: use one of {', '.join(RULES)}, a class of torch.optim such as Adagrad, or "
             "MODULE:CLASS of another optimizer"
         )
     return found

@@ -18,7 +18,7 @@ class Options:
 
     page_bytes: int | None = None
     unit_limit: int | None = None
-    accumulation_steps: int | None = None
+    gradient_accumulation_steps: int | None = None
     """Micro-batches per step, if announced."""
     clipping: bool = False
     split: Split | None = None
@@ -53,8 +53,8 @@ class Options:
             page_bytes=memory.page_bytes,
             unit_limit=memory.unit_bytes,
             embedding_limit=memory.embedding_bytes,
-            accumulation_steps=training.accumulation_steps,
-            clipping=training.clip_grad_norm is not None,
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            clipping=training.max_grad_norm is not None,
             split=memory.split,
             keep_checkpoints=memory.ssd_checkpoints,
             asynchronous=training.asynchronous,
@@ -82,7 +82,7 @@ class Options:
 
     @property
     def _announced(self) -> bool:
-        return self.accumulation_steps is not None and not self.asynchronous
+        return self.gradient_accumulation_steps is not None and not self.asynchronous
 
     @property
     def _decided_last(self) -> bool:

@@ -188,7 +188,7 @@ class _Placer:
 
     def needed_in_memory(self) -> int:
         """Pages of RAM for everything that does not live on the device."""
-        accumulates = (self.options.accumulation_steps or 1) > 1
+        accumulates = (self.options.gradient_accumulation_steps or 1) > 1
         few = self.during_backward and not (accumulates and self.ssd is None)
         gradients = min(self.grads, self.most_staging) if few else self.grads
         return sum(self.weight.values()) + sum(self.moment.values()) + gradients
@@ -355,7 +355,7 @@ class _Placer:
         if needed > available:
             self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
         if needed + spare > available:
-            setting = "memory.ssd='DIR:SIZE', or lower memory.ssd_checkpoints (--keep-checkpoints; 0: copy)"
+            setting = "memory.ssd='DIR:SIZE', or lower memory.ssd_checkpoints (--save-total-limit; 0: copy)"
             self._refuse(SSD, needed + spare, available, setting)
         if spare:
             ssd[SPARE] = spare

@@ -227,9 +227,11 @@ def make_plan(
     Raises BudgetError with tier, shortfall and setting if nothing fits, and ConfigError for a split whose share of
     updates or homes on the device is impossible.
     """
-    passes = options.accumulation_steps or 1
+    passes = options.gradient_accumulation_steps or 1
     if ranks.shares_experts and any(root.experts()) and options.update_during_backward:
-        options = replace(options, accumulation_steps=None)  # a rank knows only at `step()` which experts others use
+        options = replace(
+            options, gradient_accumulation_steps=None
+        )  # a rank knows only at `step()` which experts others use
     itemsize = states[0].dtype.itemsize
     on_host = lookups_asked(root, itemsize, options, budgets, ranks)
     try:

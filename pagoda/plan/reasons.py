@@ -215,7 +215,7 @@ def _when_updated(plan: "Plan") -> Iterator[str]:
 
 def _why_last(options: Options, shares_experts: bool) -> str:
     """Why updates cannot begin during backward."""
-    if options.accumulation_steps is None:
+    if options.gradient_accumulation_steps is None:
         if shares_experts:
             return "which experts other ranks use is known only then"
         return "the number of backward passes is not announced"

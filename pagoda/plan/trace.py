@@ -42,11 +42,11 @@ class Trace:
             raise ValueError("a trace holds one STEP, at its end")
 
 
-def assumed_trace(uses: Sequence[int], accumulation_steps: int = 1) -> Trace:
+def assumed_trace(uses: Sequence[int], gradient_accumulation_steps: int = 1) -> Trace:
     """The most likely trace of a model: in each micro-batch, every unit in forward order, then back."""
     forward = [Access(u, Phase.FORWARD) for u in uses]
     backward = [Access(u, Phase.BACKWARD) for u in reversed(uses)]
-    return Trace((*(forward + backward) * accumulation_steps, STEP), assumed=True)
+    return Trace((*(forward + backward) * gradient_accumulation_steps, STEP), assumed=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ puts DTensors in their place."""
 
 
 @contextmanager
-def init() -> Iterator[None]:
+def deferred_init() -> Iterator[None]:
     """Build a model without holding it in RAM. `wrap` then initialises it unit by unit, straight into its tier.
 
     Parameters take no memory if their modules have `reset_parameters()`, or if they are large and in transformers'
@@ -347,7 +347,7 @@ def _check_set(name: str, values: LazyTensor) -> None:
         raise ConfigError(
             f"Parameter {name!r} was left uninitialised: neither its module's constructor and reset_parameters() nor "
             "the model's _init_weights(module) set all of its values. Set them there, or build the model outside "
-            "pagoda.init()."
+            "pagoda.deferred_init()."
         )
 
 

@@ -46,7 +46,8 @@ def check_model(model: object) -> None:
             raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
         if param.is_meta and not is_quantized(param):
             raise ConfigError(
-                f"{name!r} is on the meta device, so it has no values. Build the model inside pagoda.init(), or load "
+                f"{name!r} is on the meta device, so it has no values. Build the model inside pagoda.deferred_init(), "
+                "or load "
                 "it with pagoda.load, and not on torch.device('meta'); or give it memory and values with "
                 "model.to_empty(device='cpu') and load_state_dict."
             )
@@ -131,7 +132,7 @@ def check_quantized(model: nn.Module, dtype_of: DtypeOf, trained: Container[str]
         if not is_quantized(param):
             continue
         if param.is_meta:
-            raise ConfigError(f"{name!r} is quantized and has no values: quantize outside pagoda.init().")
+            raise ConfigError(f"{name!r} is quantized and has no values: quantize outside pagoda.deferred_init().")
         if name in trained:
             raise ConfigError(f"{name!r} is quantized, so it cannot be trained: leave it out of param_groups.")
         if type(param).__name__ == "Int8Params":

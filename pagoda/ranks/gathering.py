@@ -230,7 +230,7 @@ class Gathering:
             f"Another rank asks for the weights of {unit.spec.name!r} after {version} updates, and rank "
             f"{self._shards.rank} has made {self._collectives.edition(unit)}: "
             "run the same steps on every rank, and where graphs "
-            "differ, leave out wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
+            "differ, leave out wrap(gradient_accumulation_steps=...), so that updates wait for optimizer.step()."
         )
 
 

@@ -26,7 +26,7 @@ from pagoda.runtime.gradients import GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.store import Store
 
-_INSTEAD = "clip with wrap(clip_grad_norm=...), or with optimizer.clip_grad_norm_(max_norm) on every rank"
+_INSTEAD = "clip with wrap(max_grad_norm=...), or with optimizer.clip_grad_norm_(max_norm) on every rank"
 T = TypeVar("T")
 
 Counts = Callable[[UnitSpec, int], bool]

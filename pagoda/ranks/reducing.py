@@ -195,7 +195,7 @@ class Reducer:
             raise RankError(
                 f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {mine} has updated it for "
                 "already. Run the same number of backward passes on every rank, or leave out "
-                "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
+                "wrap(gradient_accumulation_steps=...), so that updates wait for optimizer.step()."
             )
         self._receive(self._gradients.open(unit), False, None, nothing)
 

@@ -67,7 +67,7 @@ class Stages:
         factors = {terms.factors for terms in said if terms.factors}
         if len(factors) > 1:
             raise UsageError(
-                "Stages have multiplied their gradients by different numbers: clip with wrap(clip_grad_norm=...), or "
+                "Stages have multiplied their gradients by different numbers: clip with wrap(max_grad_norm=...), or "
                 "with optimizer.clip_grad_norm_(max_norm) on every rank. torch.nn.utils.clip_grad_norm_ only sees "
                 "the gradients of one stage."
             )

@@ -388,7 +388,8 @@ class GradientBuffers:
         page = self._store.plan.page_bytes
         return (
             f"No room for the gradient of unit {unit.spec.name!r}: the buffers are held by {waiting}, whose "
-            "parameters have not all received a gradient in this backward. Give wrap() no accumulation_steps, add "
+            "parameters have not all received a gradient in this backward. Give wrap() no gradient_accumulation_steps, "
+            "add "
             f"memory.ssd, or raise memory.host by {format_bytes(self._store.plan.layout.total_pages(GRAD) * page)}."
         )
 
@@ -464,5 +465,5 @@ def non_finite_error(name: str) -> NonFiniteGradientError:
     """The error for a gradient that is NaN or infinite."""
     return NonFiniteGradientError(
         f"The gradient of {name!r} is not finite, the first one in backward. Lower the learning rate, check the loss "
-        "and the batch, or set clip_grad_norm if it is off."
+        "and the batch, or set max_grad_norm if it is off."
     )

@@ -30,7 +30,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.combinations import check_features
 from pagoda.plan.options import Options
 from pagoda.plan.traffic import bytes_written_to_ssd
-from pagoda.prepare.construct import init
+from pagoda.prepare.construct import deferred_init
 from pagoda.prepare.sequence_parallel import check_division, divide_sequences
 from pagoda.train.callbacks import RunCallback, TrainResult
 from pagoda.train.choice import ChosenPlan, choose_plan, precision_hint
@@ -57,8 +57,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     finished.
 
     After SIGINT or SIGTERM, the run finishes its step, saves a checkpoint and returns. After a user error before the
-    end of the first step, `config.out` is as it was before. A resumed run continues from its last complete checkpoint.
-    Later checkpoints are damaged; they are named on `console` and kept under other names.
+    end of the first step, `config.output_dir` is as it was before. A resumed run continues from its last complete
+    checkpoint. Later checkpoints are damaged; they are named on `console` and kept under other names.
 
     Raises ConfigError for a setting, path, text or model that cannot be used, and if `out` is in use, contains a run
     already, or contains none to resume. Raises BudgetError or StorageError if the state does not fit or a directory
@@ -78,14 +78,14 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
         trackers = [Tracker(name, mesh, console) for name in dict.fromkeys(config.report_to)]
         data = DataSets(config, console)
         config = completed(config, data, mesh, console)
-        assert config.out is not None, "it is chosen now"
+        assert config.output_dir is not None, "it is chosen now"
         _check_micro_batches(config)
-        run_dir = RunDir(config.out)
+        run_dir = RunDir(config.output_dir)
         output.instead = run_dir.output
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
-        if beginning.done >= config.steps:
+        if beginning.done >= config.max_steps:
             done = f"The run in {run_dir.path} has finished: {beginning.done:,} steps are done"
-            say(console, f"{done}, and --steps is {config.steps:,}. Give a larger --steps to continue it.")
+            say(console, f"{done}, and --max-steps is {config.max_steps:,}. Give a larger --max-steps to continue it.")
             return None
         return _run(config, data, trackers, run_dir, beginning, mesh, console)
 
@@ -103,18 +103,18 @@ def _run(
     assert config.data is not None, "it is chosen now"
     checkpoint = beginning.checkpoint
     _check_traced_step(config, beginning.done)
-    rule = config.optim.build(config.seed, config.optimizer)
+    rule = config.build_rule(config.seed, config.optim)
     tokens = opened_tokens(config.data, config.dataset_train_split, data, mesh, console)
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         say(console, hint)
     plan = choose_plan(config, console, mesh)
     chosen = plan.config
     _seed_all(config.seed)
-    with init():
-        built = build_model(config.model, seq_len=config.seq_len)
+    with deferred_init():
+        built = build_model(config.model, seq_len=config.max_length)
     check_division(built, config.sequence_parallel)
     batches, evaluated = batches_of(config, tokens, data, built, mesh, console)
-    parameters = sum(param.numel() for param in built.parameters()) if config.quantize else None
+    parameters = sum(param.numel() for param in built.parameters()) if config.quantized_format else None
     built = ready(config, built, console, from_files=checkpoint is None)
     if config.pipeline_parallel > 1:
         _reduce(built, mesh, console)
@@ -135,13 +135,13 @@ def _run(
         if checkpoint is None:
             say(console, *example(batches.rows, data.tokenizer))
         step_s = plan.predicted["step_s"] if plan.predicted else None
-        say(console, expected(batches, config.steps, beginning.done, step_s, evaluated is not None))
+        say(console, expected(batches, config.max_steps, beginning.done, step_s, evaluated is not None))
         plan = _with_wear(config, plan, model, beginning.done, mesh, console)
         trainer = RunTrainer(config, passes, batches, run_dir, beginning.done, mesh, console)
         evaluator = None
         if evaluated is not None:
             evaluator = Evaluator(evaluated, data.tokenizer, mesh, config.sequence_parallel)
-        progress = Progress(console, config.steps, beginning.done)
+        progress = Progress(console, config.max_steps, beginning.done)
         callback = RunCallback(trainer, evaluator, data.tokenizer, plan, beginning.later, progress)
         for tracker in trackers:
             tracker.folder = run_dir.tensorboard, beginning.done + 1
@@ -160,16 +160,16 @@ def _run(
 
 def _wrapped(config: TrainConfig, built: nn.Module, rule: Rule, mesh: Mesh) -> tuple[nn.Module, PagedOptimizer]:
     # The last checkpoints and the best one.
-    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.keep_checkpoints + (config.evaluates and config.keep_best)
-    matrices_only = config.optim.decay == "matrices"
+    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.save_total_limit + (config.evaluates and config.keep_best)
+    matrices_only = config.weight_decay_on == "matrices"
     return wrap(
         built,
         rule,
         param_groups=no_decay_groups(built, rule.defaults().get("weight_decay", 0.0)) if matrices_only else None,
         memory=replace(config.memory, ssd_checkpoints=kept),
         precision=config.part(MixedPrecision),
-        clip_grad_norm=config.clip_grad_norm,
-        accumulation_steps=config.accumulation_steps,
+        max_grad_norm=config.max_grad_norm,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
         update=config.part(Updates),
         activations=config.part(Activations),
         tiles=config.part(Tiles),
@@ -185,7 +185,7 @@ def _with_wear(
     written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
     if endurance is None or not written:
         return plan
-    steps = config.steps - done
+    steps = config.max_steps - done
     worn = f"SSD: {wear(written, steps, endurance)}"
     if config.verbose or written * steps >= _WORN * endurance.value:
         say(console, worn)
@@ -213,7 +213,7 @@ def _seed_all(seed: int) -> None:
 
 def _check_optimizer(config: TrainConfig) -> None:
     """Raises ConfigError for an optimizer that cannot be used, or not with the other settings."""
-    rule = config.optim.build(config.seed, config.optimizer).predicting(config.ahead)
+    rule = config.build_rule(config.seed, config.optim).predicting(config.ahead)
     options = Options.of(config, config.memory)
     states = rule.states(config.precision or "fp32")  # which states there are does not depend on their dtypes
     check_features(options, states, config.tile_bytes is not None)
@@ -221,10 +221,11 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 def _check_micro_batches(config: TrainConfig) -> None:
     """Raises ConfigError if a step has fewer micro-batches than a pipeline has stages."""
-    if config.accumulation_steps < config.pipeline_parallel:
+    if config.gradient_accumulation_steps < config.pipeline_parallel:
         raise ConfigError(
             f"--pipeline-parallel {config.pipeline_parallel} needs as many micro-batches in a step, or more, and "
-            f"--accumulation-steps is {config.accumulation_steps}: give --accumulation-steps {config.pipeline_parallel}"
+            f"--gradient-accumulation-steps is {config.gradient_accumulation_steps}: give "
+            f"--gradient-accumulation-steps {config.pipeline_parallel}"
         )
 
 
@@ -252,8 +253,8 @@ def _download(name: str) -> None:
 
 
 def _check_traced_step(config: TrainConfig, done: int) -> None:
-    if config.trace is not None and config.steps - done < config.trace_step:
+    if config.trace is not None and config.max_steps - done < config.trace_step:
         raise ConfigError(
-            f"--trace-step is {config.trace_step}, but this command runs {config.steps - done} steps:"
-            " give more --steps, or a smaller --trace-step"
+            f"--trace-step is {config.trace_step}, but this command runs {config.max_steps - done} steps:"
+            " give more --max-steps, or a smaller --trace-step"
         )

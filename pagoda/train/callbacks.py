@@ -106,7 +106,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         done, config, checkpoints = self._trainer.done, self._config, self._trainer.checkpoints
         checkpoints.before = self._before_checkpoint  # type: ignore[union-attr]
         # Recomputed because `steps` may have changed. Otherwise the value is the same.
-        factor = config.optim.lr_factor(done, config.steps)
+        factor = config.lr_factor(done, config.max_steps)
         for group, base in zip(objects["optimizer"].param_groups, objects["lr_scheduler"].base_lrs, strict=True):
             group["lr"] = base * factor
         if self._evaluator is not None:
@@ -176,11 +176,11 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def _left_s(self, step: int) -> float:
         """Seconds until the end of the run, by its steps so far, with their checkpoints, and by the last evaluation."""
         config, took_s = self._config, time.monotonic() - self._started - self._evaluated_s
-        left_s = (config.steps - step) * took_s / (step - self._trainer.done)
+        left_s = (config.max_steps - step) * took_s / (step - self._trainer.done)
         if self._evaluator is None:
             return left_s
         every = config.evaluates_every
-        return left_s + (ceil(config.steps / every) - (step - 1) // every) * self._evaluation_s
+        return left_s + (ceil(config.max_steps / every) - (step - 1) // every) * self._evaluation_s
 
     def _trace_after(self, done: int) -> None:
         if done == self._trainer.traced - 1:
@@ -190,28 +190,33 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         """Do what is due after a step. Returns whether the model has run."""
         config, checkpoints = self._config, self._trainer.checkpoints
         assert checkpoints is not None, "it is made when the model is wrapped"
-        interrupted = checkpoints.stopped_by is not None and step < config.steps
+        interrupted = checkpoints.stopped_by is not None and step < config.max_steps
         improved = ran = False
-        if step == config.steps:
-            self._trainer.passes.optimizer.drain()  # so that the last evaluation reads all updates
+        if step == config.max_steps:
+            self._trainer.passes.optimizer.synchronize()  # so that the last evaluation reads all updates
         if self._evaluator is not None and not interrupted:
-            if step == config.steps or step % config.evaluates_every == 0:
+            if step == config.max_steps or step % config.evaluates_every == 0:
                 files.write(evals=self._evaluate(step))
                 ran = True
             improved = config.keep_best and best_step(self._evaluations) == step
-            if config.patience and since_best(self._evaluations) >= config.patience and step < config.steps:
+            if (
+                config.early_stopping_patience
+                and since_best(self._evaluations) >= config.early_stopping_patience
+                and step < config.max_steps
+            ):
                 control.should_training_stop = True
                 say(
                     self._console,
                     f"Stopped early: no evaluation was better than that after step {best_step(self._evaluations)} in "
-                    f"{since_best(self._evaluations)} evaluations (--patience {config.patience})",
+                    f"{since_best(self._evaluations)} evaluations (--early-stopping-patience "
+                    f"{config.early_stopping_patience})",
                 )
         over = control.should_training_stop
         if config.sample_every and (over or step % config.sample_every == 0) and not interrupted:
             self._sample(step, files)
             ran = True
         checkpoints.best = best_step(self._evaluations) if config.keep_best else None  # type: ignore[attr-defined]
-        due = config.checkpoint_every and step % config.checkpoint_every == 0
+        due = config.save_steps and step % config.save_steps == 0
         if due or interrupted or improved or (config.save_at_end and over):
             control.should_save = True
         return ran
@@ -337,7 +342,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             tokens_per_s=len(self._losses) * trainer.batches.tokens_per_step / self._seconds,
             accesses=self._accesses,
             checkpoint=trainer.saved,
-            stopped_by=trainer.checkpoints.stopped_by if step < self._config.steps else None,
+            stopped_by=trainer.checkpoints.stopped_by if step < self._config.max_steps else None,
             best_step=best_step(self._evaluations),
         )
         lines = [
@@ -354,7 +359,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 lines.append(f"Best evaluation: after step {best}, {self._run_dir.checkpoint(best)}")
         if result.stopped_by is not None:
             flags = " ".join(["", *self._run_dir.foreign(self._config).values()])
-            lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}{flags}")
+            lines.append(
+                "Interrupted. Continue with: pagoda train --resume-from-checkpoint last --output-dir "
+                f"{self._run_dir.path}{flags}"
+            )
         say(self._console, *lines)
         return result
 

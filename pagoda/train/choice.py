@@ -94,8 +94,8 @@ def _why_no_search(config: TrainConfig, mesh: Mesh) -> str | None:
         return None
     if config.plan == "usual":
         return "--plan usual takes the planner's first choice"
-    if config.lora.rank is not None:
-        return "a search is for the training of all weights, and --lora.rank trains adapters"
+    if config.lora_r is not None:
+        return "a search is for the training of all weights, and --lora-r trains adapters"
     if mesh.everyone.size > 1:
         return f"{mesh.everyone.size} ranks take the planner's first choice, unless --plan search is given"
     if not hardware_file().exists():

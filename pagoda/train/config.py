@@ -28,11 +28,20 @@ if TYPE_CHECKING:
 
 _FREE_ON_RESUME = frozenset(
     {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel"}
-    | {"checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "save_at_end", "steps", "out", "resume"}
+    | {"save_steps", "save_minutes", "save_total_limit", "save_at_end", "steps", "out", "resume"}
     | {"checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
     | {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_revision", "dataset_streaming"}
-    | {"eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt", "sample_tokens", "report_to"}
-    | {"tokens_per_step", "epochs", "verbose", "config", "speculate", "batch_size", "accumulation_steps"}
+    | {
+        "eval_steps",
+        "max_eval_samples",
+        "patience",
+        "keep_best",
+        "sample_every",
+        "prompt",
+        "sample_tokens",
+        "report_to",
+    }
+    | {"tokens_per_step", "epochs", "verbose", "config", "speculate", "batch_size", "gradient_accumulation_steps"}
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
@@ -51,7 +60,7 @@ EVALUATIONS, EVAL_ROWS = 10, 256
 class OptimConfig(StatesConfig):
     """Settings of the optimizer, and its learning rate over the run."""
 
-    lr: Annotated[float | None, tyro.conf.arg(aliases=["--lr"])] = None
+    learning_rate: Annotated[float | None, tyro.conf.arg(aliases=["--learning-rate"])] = None
     """Peak learning rate. By default 3e-4 for random weights, 2e-5 for all of a pretrained model, 2e-4 for adapters."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment. By default 0.9 and 0.95 for adamw, else the optimizer's own."""
@@ -59,24 +68,29 @@ class OptimConfig(StatesConfig):
     """Added to the root of the second moment. By default the optimizer's own."""
     weight_decay: float | None = None
     """Weight decay. By default 0.1 for adamw, else the optimizer's own."""
-    decay: Literal["all", "matrices"] = "all"
+    weight_decay_on: Literal["all", "matrices"] = "all"
     """Parameters with weight decay: all, or matrices, those with two or more dimensions (no biases and norms)."""
     warmup_steps: int | None = None
     """Steps of linear warm-up to the peak. By default 3% of the run, or 10% for adapters; at most 100."""
-    schedule: Literal["cosine", "constant"] = "cosine"
+    lr_scheduler_type: Literal["cosine", "constant"] = "cosine"
     """Learning rate after warm-up: falls along a cosine to its minimum at the last step, or stays constant."""
     min_lr_ratio: float = 0.1
     """Minimum learning rate of the cosine, as a share of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.lr is None or (self.lr > 0 and math.isfinite(self.lr)), "optim.lr", self.lr, "above 0, and finite")
-        require(all(0 <= beta < 1 for beta in self.betas or ()), "optim.betas", self.betas, "in [0, 1)")
-        require(self.eps is None or self.eps > 0, "optim.eps", self.eps, "above 0")
+        require(
+            self.learning_rate is None or (self.learning_rate > 0 and math.isfinite(self.learning_rate)),
+            "learning_rate",
+            self.learning_rate,
+            "above 0, and finite",
+        )
+        require(all(0 <= beta < 1 for beta in self.betas or ()), "betas", self.betas, "in [0, 1)")
+        require(self.eps is None or self.eps > 0, "eps", self.eps, "above 0")
         decay = self.weight_decay
-        require(decay is None or decay >= 0, "optim.weight_decay", decay, "0 or more")
-        require_count("optim.warmup_steps", self.warmup_steps or 0, 0)
-        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
+        require(decay is None or decay >= 0, "weight_decay", decay, "0 or more")
+        require_count("warmup_steps", self.warmup_steps or 0, 0)
+        require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
     def build(self, seed: int, optimizer: str = "adamw") -> "Rule":
         """The library's update rule. `seed` is the seed of its rounding, if it rounds stochastically.
@@ -86,7 +100,10 @@ class OptimConfig(StatesConfig):
         from pagoda.optim.named import rule_from
 
         given = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        settings: dict[str, Any] = {"lr": self.lr or _LR, **{name: v for name, v in given.items() if v is not None}}
+        settings: dict[str, Any] = {
+            "lr": self.learning_rate or _LR,
+            **{name: v for name, v in given.items() if v is not None},
+        }
         if optimizer == "adamw":
             settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "seed": seed}
         return rule_from(optimizer, self, settings)
@@ -96,7 +113,7 @@ class OptimConfig(StatesConfig):
         warmup = self.warmup_steps or 0
         if step < warmup:
             return (step + 1) / warmup
-        if self.schedule == "constant":
+        if self.lr_scheduler_type == "constant":
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -121,17 +138,17 @@ class TrainConfig(Reading, SizedRun):
     what assistants write."""
     eval_data: Annotated[Data | None, tyro.conf.arg(metavar="DATA [DATA ...]")] = None
     """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
-    --eval-every steps, and keeps the checkpoint with the lowest."""
+    --eval-steps steps, and keeps the checkpoint with the lowest."""
     eval_share: float | None = None
     """Share of the sequences of --data to evaluate on. They are not trained on. By default 0.05 for pretrained weights
     without --eval-data, if there are enough sequences."""
-    eval_every: int = 0
+    eval_steps: int = 0
     """Steps from one evaluation to the next. 0: a tenth of the run, or more, so that evaluations take at most about a
     tenth of its time."""
-    eval_rows: int = 0
+    max_eval_samples: int = 0
     """Most sequences in one evaluation. 0: 256, or fewer, so that evaluations take at most about a tenth of the time.
     """
-    patience: int = 0
+    early_stopping_patience: int = 0
     """Stop after that many evaluations in a row that were not better than the best one. 0: never."""
     keep_best: bool = True
     """Keep the checkpoint with the lowest evaluation loss, in addition to the last ones."""
@@ -141,29 +158,30 @@ class TrainConfig(Reading, SizedRun):
     """Text that samples continue, or for conversations, what the user says."""
     sample_tokens: int = 48
     """Most tokens in a sample."""
-    batch_size: int = 0
+    per_device_train_batch_size: int = 0
     """Sequences per forward pass, on each rank. 0: as many as memory has room for, up to --tokens-per-step."""
     tokens_per_step: int | None = None
-    """Most tokens per optimizer step, from which batch size and accumulation are chosen if --batch-size is left out.
-    By default 16384, or fewer, so that the epochs give at least 100 steps."""
-    steps: int = 0
-    """Optimizer steps of the whole run, those before it was resumed included. 0: as many as --epochs take."""
-    epochs: float | None = None
-    """Passes over the data, if --steps is left out. By default 3 for conversations, and 1 for texts."""
+    """Most tokens per optimizer step, from which batch size and accumulation are chosen if
+    --per-device-train-batch-size is left out. By default 16384, or fewer, so that the epochs give at least 100
+    steps."""
+    max_steps: int = 0
+    """Optimizer steps of the whole run, those before it was resumed included. 0: as many as --num-train-epochs take."""
+    num_train_epochs: float | None = None
+    """Passes over the data, if --max-steps is left out. By default 3 for conversations, and 1 for texts."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
-    out: Path | None = None
+    output_dir: Path | None = None
     """Run directory to create, for settings, metrics and checkpoints. By default a new one in runs/."""
     config: Path | None = None
     """File with settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
     resume: bool = False
-    """Continue the run in --out from its last whole checkpoint, or from the beginning if it has none yet. Settings that
-    are not given keep their values. If --out has no run yet and --model is given, begin it."""
+    """Continue the run in --output-dir from its last whole checkpoint, or from the beginning if it has none yet.
+    Settings that are not given keep their values. If --output-dir has no run yet and --model is given, begin it."""
     checkpoint: str = "last"
-    """With --resume: the checkpoint to continue from: last, best (by evaluation), or its name, such as checkpoint-100.
-    Later ones are kept under other names."""
+    """With --resume-from-checkpoint last: the checkpoint to continue from: last, best (by evaluation), or its name,
+    such as checkpoint-100. Later ones are kept under other names."""
     report_to: tuple[TrackerName, ...] = ()
     """Trackers that get the metrics too, as in transformers' trainer, with its variables such as WANDB_PROJECT.
     tensorboard writes into the run directory."""
@@ -181,23 +199,28 @@ class TrainConfig(Reading, SizedRun):
             require_count(name, getattr(self, name), 1)
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
-        for name in ("batch_size", "steps", "eval_every", "eval_rows", "patience", "sample_every"):
+        for name in ("batch_size", "steps", "eval_steps", "max_eval_samples", "patience", "sample_every"):
             require_count(name, getattr(self, name), 0)
-        require(self.steps < _MOST_STEPS, "steps", self.steps, f"below {_MOST_STEPS}")
-        require(self.epochs is None or 0 < self.epochs < math.inf, "epochs", self.epochs, "above 0, and finite")
-        if self.epochs is not None and self.steps:
-            raise ConfigError("give --steps or --epochs, not both")
+        require(self.max_steps < _MOST_STEPS, "max_steps", self.max_steps, f"below {_MOST_STEPS}")
+        require(
+            self.num_train_epochs is None or 0 < self.num_train_epochs < math.inf,
+            "num_train_epochs",
+            self.num_train_epochs,
+            "above 0, and finite",
+        )
+        if self.num_train_epochs is not None and self.max_steps:
+            raise ConfigError("give --max-steps or --num-train-epochs, not both")
         require(0 <= (self.eval_share or 0) < 1, "eval_share", self.eval_share, "at least 0, and below 1")
         if self.eval_data is not None and self.eval_share:
             raise ConfigError("give --eval-data, or --eval-share to hold out a part of --data, not both")
-        if self.patience and self.eval_share is not None and not self.evaluates:
-            raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
+        if self.early_stopping_patience and self.eval_share is not None and not self.evaluates:
+            raise ConfigError("--early-stopping-patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         names = get_args(TrackerName)
         require({*self.report_to} <= {*names}, "report_to", self.report_to, f"some of {names}")
         self.lora.check_with(self)
-        if self.lora.rank is not None and self.plan == "search":
-            raise ConfigError("--plan search is for the training of all weights: leave it out with --lora.rank")
+        if self.lora_r is not None and self.plan == "search":
+            raise ConfigError("--plan search is for the training of all weights: leave it out with --lora-r")
         if self.pipeline_parallel > 1 and self.plan == "search":
             raise ConfigError("--plan search is for whole models: leave it out with --pipeline-parallel")
         for name, whole in (("pipeline_parallel", "model"), ("sequence_parallel", "sequence")):
@@ -210,7 +233,7 @@ class TrainConfig(Reading, SizedRun):
     @property
     def depends_on_data(self) -> bool:
         """Whether something is left to be chosen that depends on the data."""
-        return not all((self.seq_len, self.steps, self.batch_size)) or self.eval_share is None
+        return not all((self.max_length, self.max_steps, self.per_device_train_batch_size)) or self.eval_share is None
 
     @property
     def evaluates(self) -> bool:
@@ -220,7 +243,7 @@ class TrainConfig(Reading, SizedRun):
     @property
     def evaluates_every(self) -> int:
         """Steps from one evaluation to the next."""
-        return self.eval_every or max(1, math.ceil(self.steps / EVALUATIONS))
+        return self.eval_steps or max(1, math.ceil(self.max_steps / EVALUATIONS))
 
     def ranks_with_batches(self, ranks: int) -> int:
         """Number of ranks, or of groups of ranks that divide sequences, that have batches of their own, of `ranks` that
@@ -249,8 +272,8 @@ class TrainConfig(Reading, SizedRun):
         """
         if differing := self.differing(started, "the run"):
             raise ConfigError(
-                f"cannot resume {started.out} with other settings: {', '.join(differing)}. Leave them out"
-                " to keep the run's own, or start a new run with another --out"
+                f"cannot resume {started.output_dir} with other settings: {', '.join(differing)}. Leave them out"
+                " to keep the run's own, or start a new run with another --output-dir"
             )
 
     def differing(self, other: "TrainConfig", whose: str) -> list[str]:

@@ -6,11 +6,11 @@ Conversations, and prompts with their completions, are kept whole: a row has as 
 row, attention and loss end at the end of each document: positions start again, and no token is predicted from another
 document.
 
-An epoch visits every row once, in an order keyed by (seed, epoch). Sample number g = ((step * accumulation_steps +
-index) * ranks + rank) * batch_size + position is row g % rows of epoch g // rows. So in each forward pass, ranks have
-consecutive parts of the batch that one rank would have. A resumed run needs only the number of steps done
-(`first_step`, and `first_sample` if the number of ranks has changed). The order does not depend on a library's random
-generator, on earlier batches or on the memory split.
+An epoch visits every row once, in an order keyed by (seed, epoch). Sample number g = ((step *
+gradient_accumulation_steps + index) * ranks + rank) * batch_size + position is row g % rows of epoch g // rows. So in
+each forward pass, ranks have consecutive parts of the batch that one rank would have. A resumed run needs only the
+number of steps done (`first_step`, and `first_sample` if the number of ranks has changed). The order does not depend on
+a library's random generator, on earlier batches or on the memory split.
 """
 
 from collections.abc import Iterator
@@ -54,14 +54,15 @@ class Rows:
         Raises ConfigError if there are none, and for texts that are not to be packed.
         """
         if not packs and not tokens.about.whole:
-            raise ConfigError(f"--packing off is for conversations, and data {tokens.about.source!r} has texts")
+            raise ConfigError(f"--no-packing is for conversations, and data {tokens.about.source!r} has texts")
         rows = _whole_documents(tokens, length, packs) if tokens.about.whole else _windows(tokens, length)
         if not len(rows):
             about, unit = tokens.about, "tokens" if tokens.about.separates else "bytes"
             if about.whole:
                 what = "conversation in which an assistant speaks" if about.chats else "completion that begins"
                 raise ConfigError(
-                    f"data {about.source!r} has no {what} within --seq-len {length} tokens: use a larger --seq-len; "
+                    f"data {about.source!r} has no {what} within --max-length {length} tokens: use a larger "
+                    "--max-length; "
                     f"the longest has {rows.longest}"
                 )
             if rows.dropped:
@@ -72,7 +73,7 @@ class Rows:
                 )
             raise ConfigError(
                 f"data {about.source!r} holds {len(tokens)} {unit}, less than one sequence of {length}: use a longer "
-                "text or a smaller --seq-len"
+                "text or a smaller --max-length"
             )
         return rows
 
@@ -161,7 +162,7 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
     rows: Rows
     batch_size: int
     """Sequences per forward pass of one rank, B."""
-    accumulation_steps: int = 1
+    gradient_accumulation_steps: int = 1
     """Forward passes per optimizer step."""
     seed: int = 0
     positions: bool = False
@@ -180,7 +181,7 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
     @property
     def samples_per_step(self) -> int:
         """Sequences one optimizer step reads, on all ranks."""
-        return self.batch_size * self.accumulation_steps * self.ranks
+        return self.batch_size * self.gradient_accumulation_steps * self.ranks
 
     def samples_before(self, step: int) -> int:
         """Number of sequences that were read before a step."""
@@ -209,7 +210,7 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
         """The rows of all forward passes of the steps from `first` (from 0) to before `steps`, `at_once` passes
         together."""
         for step in range(first, steps):
-            passes = [self.row_indices(step, index) for index in range(self.accumulation_steps)]
+            passes = [self.row_indices(step, index) for index in range(self.gradient_accumulation_steps)]
             for start in range(0, len(passes), at_once):
                 yield np.concatenate(passes[start : start + at_once])
 
@@ -229,7 +230,7 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
         about = self.rows.tokens.about
         if not about.separates and about.targets == about.tokens:  # then the loss counts as many tokens of every row
             return self.samples_per_step * (self.rows.length - 1)
-        passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
+        passes = [(index, rank) for index in range(self.gradient_accumulation_steps) for rank in range(self.ranks)]
         return sum(counted(self.of_rows(self.row_indices(step, *each))["labels"]) for each in passes)
 
 

@@ -56,21 +56,26 @@ def completed(config: TrainConfig, data: DataSets, mesh: Mesh, console: Console)
 
     Raises ConfigError if data, a model or a setting cannot be used, and StorageError if there is no room for tokens.
     """
-    if config.resume and config.out is None:
-        raise ConfigError("--resume continues a run: name its directory with --out")
-    if config.out is None and may_be_restarted():
-        raise ConfigError("torchrun --max-restarts continues a run: name its directory with --out")
+    if config.resume_from_checkpoint and config.output_dir is None:
+        raise ConfigError("--resume-from-checkpoint last continues a run: name its directory with --output-dir")
+    if config.output_dir is None and may_be_restarted():
+        raise ConfigError("torchrun --max-restarts continues a run: name its directory with --output-dir")
 
     def choices() -> tuple[TrainConfig, list[str]]:
-        asked, run_dir = config, None if config.out is None else RunDir(config.out)
-        if run_dir is not None and not run_dir.config.exists() and asked.resume and asked.checkpoint == LAST:
-            asked = replace(asked, resume=False)
+        asked, run_dir = config, None if config.output_dir is None else RunDir(config.output_dir)
+        if (
+            run_dir is not None
+            and not run_dir.config.exists()
+            and asked.resume_from_checkpoint
+            and asked.resume_from_checkpoint == LAST
+        ):
+            asked = replace(asked, resume_from_checkpoint=None)
             say(console, f"{run_dir.path} has no run yet: it begins with its first step")
-        if run_dir is not None and not asked.resume and asked.depends_on_data:
+        if run_dir is not None and not asked.resume_from_checkpoint and asked.depends_on_data:
             if was_restarted() and run_dir.config.exists():  # these processes continue what others began
                 mine, theirs = run_dir.foreign(asked), run_dir.foreign(run_dir.started_config())
                 started = run_dir.continued_config([name for name in mine if mine[name] == theirs.get(name)])
-                return replace(started, out=run_dir.path, trace=asked.trace), []
+                return replace(started, output_dir=run_dir.path, trace=asked.trace), []
             run_dir.check_free()
         return _chosen(asked, asked.ranks_with_batches(mesh.ranks.data_parallel), data)
 
@@ -85,15 +90,15 @@ def _chosen(asked: TrainConfig, ranks: int, data: DataSets) -> tuple[TrainConfig
     held = 0
     lr, why = _learning_rate(asked)
     reasons += why
-    asked = replace(asked, optim=replace(asked.optim, lr=lr))
+    asked = replace(asked, learning_rate=lr)
     if asked.data is None:
         if _kind(asked) != "random weights":
             raise ConfigError("--data is missing: name a file or folder with the texts or conversations to train on")
         asked = replace(asked, data=STDLIB)
         reasons.append(f"--data {STDLIB}: the source code of Python's standard library")
-    if asked.out is None:
-        asked = replace(asked, out=_new_directory(asked))
-        reasons.append(f"--out {asked.out}")
+    if asked.output_dir is None:
+        asked = replace(asked, output_dir=_new_directory(asked))
+        reasons.append(f"--output-dir {asked.output_dir}")
     if asked.memory.device is None and torch.cuda.is_available():
         asked, why = _of_gpu(asked, torch.cuda.mem_get_info()[0])
         reasons += why
@@ -106,13 +111,15 @@ def _chosen(asked: TrainConfig, ranks: int, data: DataSets) -> tuple[TrainConfig
         asked, held, why = _by_data(asked, ranks, data.open(asked.data, asked.dataset_train_split))
         reasons += why
     if asked.activations is None:  # as `pagoda plan` decides, since the batch is the user's
-        asked, why = _with_activations(asked, asked.batch_size, replace(_Estimate.of_run(asked), kept=1))
+        asked, why = _with_activations(
+            asked, asked.per_device_train_batch_size, replace(_Estimate.of_run(asked), kept=1)
+        )
         reasons += why
     asked, why = _evaluations(asked, ranks, held)
     reasons += why
-    if asked.optim.warmup_steps is None:
+    if asked.warmup_steps is None:
         warmup, why = _warmup(asked)
-        asked = replace(asked, optim=replace(asked.optim, warmup_steps=warmup))
+        asked = replace(asked, warmup_steps=warmup)
         reasons += why
     return asked, reasons
 
@@ -137,11 +144,11 @@ def _of_gpu(asked: TrainConfig, free: int) -> tuple[TrainConfig, list[str]]:
 def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfig, int, list[str]]:
     """The configuration with the settings that depend on the data; the sequences that are held out; and the reasons."""
     reasons: list[str] = []
-    if not asked.seq_len:
+    if not asked.max_length:
         seq_len, why = sequence_length(asked, tokens)
-        asked = replace(asked, seq_len=seq_len)
+        asked = replace(asked, max_length=seq_len)
         reasons += why
-    rows = len(Rows.of(tokens, asked.seq_len, asked.packs))
+    rows = len(Rows.of(tokens, asked.max_length, asked.packing))
     if asked.eval_share is None:
         holds_out = asked.eval_data is None and _kind(asked) != "random weights" and rows >= _LEAST_TO_HOLD_OUT
         asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
@@ -150,23 +157,28 @@ def _by_data(asked: TrainConfig, ranks: int, tokens: Tokens) -> tuple[TrainConfi
     held = round(rows * (asked.eval_share or 0))
     left = rows - held
     usual = 3.0 if tokens.about.whole else 1.0
-    epochs = asked.epochs or usual
-    smaller = "a smaller --batch-size" if asked.batch_size else "fewer --tokens-per-step"
-    if not asked.batch_size:
+    epochs = asked.num_train_epochs or usual
+    smaller = (
+        "a smaller --per-device-train-batch-size" if asked.per_device_train_batch_size else "fewer --tokens-per-step"
+    )
+    if not asked.per_device_train_batch_size:
         asked, why = _batch(asked, ranks, min(epochs, usual) * left)
         reasons += why
-    if not asked.steps:
-        sequences = asked.batch_size * asked.accumulation_steps * ranks
+    if not asked.max_steps:
+        sequences = asked.per_device_train_batch_size * asked.gradient_accumulation_steps * ranks
         steps = max(1, ceil(epochs * left / sequences))
         few = ""
         if steps < _FEW_STEPS:
-            few = f". A model learns little in fewer than {_FEW_STEPS}: give more data, --steps or --epochs"
+            few = (
+                f". A model learns little in fewer than {_FEW_STEPS}: give more data, --max-steps or --num-train-epochs"
+            )
             few += f", or {smaller}" if sequences > ranks else ""
         reasons.append(
-            f"--steps {steps:,}: {epochs:g} epoch{'s' * (epochs != 1)} of {many(left, 'sequence')}, {sequences:,} a "
+            f"--max-steps {steps:,}: {epochs:g} epoch{'s' * (epochs != 1)} of {many(left, 'sequence')}, {sequences:,} "
+            "a "
             f"step{few}"
         )
-        asked = replace(asked, steps=steps, epochs=None)
+        asked = replace(asked, max_steps=steps, num_train_epochs=None)
     return asked, held, reasons
 
 
@@ -174,53 +186,58 @@ def _evaluations(asked: TrainConfig, ranks: int, held: int) -> tuple[TrainConfig
     """The configuration with how often and on how much the run evaluates, and why: evaluations take at most a tenth of
     its time, as far as the user leaves both open. A forward takes at most half of the time of a forward with its
     backward. `held`: number of sequences to evaluate on, or 0 if it is not known."""
-    if not asked.evaluates or (asked.eval_every and asked.eval_rows):
+    if not asked.evaluates or (asked.eval_steps and asked.max_eval_samples):
         return asked, []
-    each, steps = asked.batch_size * ranks, asked.steps
-    trained = steps * asked.accumulation_steps
+    each, steps = asked.per_device_train_batch_size * ranks, asked.max_steps
+    trained = steps * asked.gradient_accumulation_steps
     most = int(trained * _EVAL_TIME / _FORWARD)  # forwards of all evaluations, one of which is before the first step
-    known = asked.eval_rows or EVAL_ROWS
+    known = asked.max_eval_samples or EVAL_ROWS
     known = min(known, held or known)
     wanted = ceil(known / each)
-    least = wanted if asked.eval_rows else min(wanted, ceil(_LEAST_EVAL_ROWS / each))
-    every = asked.eval_every or ceil(steps / max(1, min(EVALUATIONS, steps, most // least - 1)))
+    least = wanted if asked.max_eval_samples else min(wanted, ceil(_LEAST_EVAL_ROWS / each))
+    every = asked.eval_steps or ceil(steps / max(1, min(EVALUATIONS, steps, most // least - 1)))
     count = 1 + ceil(steps / every)
     passes = max(1, min(wanted, most // count))
-    rows = asked.eval_rows or min(EVAL_ROWS, passes * each)
+    rows = asked.max_eval_samples or min(EVAL_ROWS, passes * each)
     share = _FORWARD * count * ceil(min(rows, known) / each) / trained
     why = [
-        *[f"--eval-every {every:,}: {count} evaluations, one of them before the first step"] * (not asked.eval_every),
-        *[f"--eval-rows {rows}: evaluations take at most about {share:.0%} of the time"] * (not asked.eval_rows),
+        *[f"--eval-steps {every:,}: {count} evaluations, one of them before the first step"] * (not asked.eval_steps),
+        *[f"--max-eval-samples {rows}: evaluations take at most about {share:.0%} of the time"]
+        * (not asked.max_eval_samples),
     ]
-    return replace(asked, eval_every=every, eval_rows=rows), why
+    return replace(asked, eval_steps=every, max_eval_samples=rows), why
 
 
 def _kind(config: TrainConfig) -> str:
     """What is trained: a key of `_LRS`."""
-    if config.lora.rank is not None:
+    if config.lora_r is not None:
         return "adapters"
     directory = model_directory(config.model)
     return "all of a pretrained model" if directory is not None and weight_files(directory) else "random weights"
 
 
 def _learning_rate(config: TrainConfig) -> tuple[float, list[str]]:
-    if config.optim.lr is not None:
-        return config.optim.lr, []
+    if config.learning_rate is not None:
+        return config.learning_rate, []
     kind = _kind(config)
-    share = _LR_SHARES.get(config.optimizer)
+    share = _LR_SHARES.get(config.optim)
     lr = _LRS["random weights"] if share is None else round(_LRS[kind] * share, 12)
-    why = f"usual for {kind} with {config.optimizer}" if share else f"a guess: {config.optimizer} may need another"
-    return lr, [f"--optim.lr {lr:g}: {why}"]
+    why = f"usual for {kind} with {config.optim}" if share else f"a guess: {config.optim} may need another"
+    return lr, [f"--learning-rate {lr:g}: {why}"]
 
 
 def _warmup(config: TrainConfig) -> tuple[int, list[str]]:
     """Steps of warm-up."""
-    if config.resume and config.out is not None and (run_dir := RunDir(config.out)).config.exists():
-        return run_dir.started_config().optim.warmup_steps or 0, []  # it may have begun with another number of steps
+    if (
+        config.resume_from_checkpoint
+        and config.output_dir is not None
+        and (run_dir := RunDir(config.output_dir)).config.exists()
+    ):
+        return run_dir.started_config().warmup_steps or 0, []  # it may have begun with another number of steps
     share = _WARMUP_OF_ADAPTERS if _kind(config) == "adapters" else _WARMUP
-    warmup = min(_MOST_WARMUP, int(share * config.steps))
+    warmup = min(_MOST_WARMUP, int(share * config.max_steps))
     most = ", the most by default" * (warmup == _MOST_WARMUP)
-    return warmup, [f"--optim.warmup-steps {warmup}: {warmup / config.steps:.1%} of the steps{most}"] * bool(warmup)
+    return warmup, [f"--warmup-steps {warmup}: {warmup / config.max_steps:.1%} of the steps{most}"] * bool(warmup)
 
 
 def _new_directory(asked: TrainConfig) -> Path:
@@ -242,14 +259,14 @@ def sequence_length(asked: Reading, tokens: Tokens) -> tuple[int, list[str]]:
         kind = "conversations" if tokens.about.chats else "documents"
         why = f"{int(100 * whole)}% of {kind} have as many tokens or fewer"
         limit = "the model's positions" if positions == seq_len else "the most by default"
-        return seq_len, [f"--seq-len {seq_len}: {why}" + f"; {limit}" * (needed > seq_len)]
+        return seq_len, [f"--max-length {seq_len}: {why}" + f"; {limit}" * (needed > seq_len)]
     seq_len = most = min(most, _SEQ_LEN)
     while seq_len > 16 and len(tokens) < _LEAST_SEQUENCES * seq_len:
         seq_len //= 2
     why = "the model's positions" if positions == seq_len else "usual for texts"
     if seq_len < most:
         why = f"the data has no more than {len(tokens):,} tokens"
-    return seq_len, [f"--seq-len {seq_len}: {why}"]
+    return seq_len, [f"--max-length {seq_len}: {why}"]
 
 
 @dataclass(frozen=True)
@@ -266,7 +283,7 @@ class _Estimate:
     @classmethod
     def of_run(cls, asked: TrainConfig) -> "_Estimate":
         described = describe_model(
-            PlanConfig(model=asked.model, seq_len=asked.seq_len, accumulation_steps=1), count_flops=False
+            PlanConfig(model=asked.model, max_length=asked.max_length, gradient_accumulation_steps=1), count_flops=False
         )
         asks_for_room = asked.memory.activation_bytes is not None
         kept = MALLOC if compute_device(asked.memory).type == "cpu" and not asks_for_room else 1
@@ -274,7 +291,7 @@ class _Estimate:
 
     def takes(self, asked: TrainConfig, batch: int) -> int:
         """Bytes for that many sequences."""
-        return self.kept * activations_of(replace(asked, batch_size=batch), self.described).total
+        return self.kept * activations_of(replace(asked, per_device_train_batch_size=batch), self.described).total
 
 
 def _with_activations(asked: TrainConfig, batch: int, estimate: _Estimate) -> tuple[TrainConfig, list[str]]:
@@ -291,7 +308,7 @@ def _with_activations(asked: TrainConfig, batch: int, estimate: _Estimate) -> tu
 def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfig, list[str]]:
     """The configuration with sequences of a forward pass, passes of a step, and what happens to activations, in a run
     that reads that many `sequences` by default. And the reasons."""
-    estimate, seq_len = _Estimate.of_run(asked), asked.seq_len
+    estimate, seq_len = _Estimate.of_run(asked), asked.max_length
     asked, reasons = _with_activations(asked, 1, estimate)
     most = (asked.tokens_per_step or TOKENS_PER_STEP) / seq_len
     few = not asked.tokens_per_step and sequences < _STEPS * most
@@ -300,22 +317,23 @@ def _batch(asked: TrainConfig, ranks: int, sequences: float) -> tuple[TrainConfi
     if (least := estimate.takes(asked, 1)) > estimate.room:
         raise BudgetError(
             f"the activations of one sequence of {seq_len} tokens take about {format_bytes(least)}, and {room} are "
-            f"left for them ({estimate.of}): use a smaller --seq-len{_more_room(asked)}"
+            f"left for them ({estimate.of}): use a smaller --max-length{_more_room(asked)}"
         )
     stages = asked.pipeline_parallel
     batch = sequences_at_once(target, stages, lambda count: estimate.takes(asked, count) <= estimate.room)
-    passes, why = asked.accumulation_steps, "as asked for"
+    passes, why = asked.gradient_accumulation_steps, "as asked for"
     if passes == 1:
         passes = max(stages, target // batch)
         why = f"{batch * passes * ranks * seq_len:,} tokens a step (--tokens-per-step)"
         if few:
             why += f", so that the usual epochs give {ceil(sequences / (batch * passes * ranks)):,} steps"
     reasons += [
-        f"--batch-size {batch}: activations take about {format_bytes(estimate.takes(asked, batch))} of {room} "
+        f"--per-device-train-batch-size {batch}: activations take about {format_bytes(estimate.takes(asked, batch))} "
+        f"of {room} "
         f"({estimate.of})" + ", with what malloc keeps" * (estimate.kept > 1),
-        f"--accumulation-steps {passes}: {why}",
+        f"--gradient-accumulation-steps {passes}: {why}",
     ]
-    return replace(asked, batch_size=batch, accumulation_steps=passes), reasons
+    return replace(asked, per_device_train_batch_size=batch, gradient_accumulation_steps=passes), reasons
 
 
 def _more_room(asked: TrainConfig) -> str:

@@ -38,9 +38,9 @@ def refuse_early(config: TrainConfig, ranks: int = 1, again: bool = False) -> No
 
 def _check_packages(config: TrainConfig) -> None:
     check_installed("accelerate", "pagoda train needs accelerate: pip install 'pagoda-train[train]'")
-    if (bits := config.quantize) is not None:
+    if (bits := config.quantized_format) is not None:
         check_installed(PACKAGES[bits], needs_package(bits))
-    if config.lora.rank is not None:
+    if config.lora_r is not None:
         check_installed("peft", NO_PEFT)
     for name in config.report_to:
         package = {"azure_ml": "azureml", "flyte": "flytekit"}.get(name, name)
@@ -57,18 +57,20 @@ def _check_directories(memory: Memory, ranks: int) -> None:
 
 def _check_run(config: TrainConfig, again: bool) -> None:
     """Raises ConfigError or CheckpointError if the run's directory or the file of its trace cannot be used."""
-    if config.out is not None:
-        run = RunDir(config.out)
+    if config.output_dir is not None:
+        run = RunDir(config.output_dir)
         run.check_place()
         check_not_in_use(run.path)
-        if config.checkpoint != LAST and not (config.resume or again):
-            raise ConfigError("--checkpoint names the checkpoint from which --resume continues: add --resume")
-        if not (config.resume or again):
+        if config.resume_from_checkpoint not in (None, LAST) and not (config.resume_from_checkpoint or again):
+            raise ConfigError(
+                "--resume-from-checkpoint names the checkpoint to continue from: add --resume-from-checkpoint last"
+            )
+        if not (config.resume_from_checkpoint or again):
             run.check_free()
-        elif config.checkpoint != LAST and not again:
+        elif config.resume_from_checkpoint not in (None, LAST) and not again:
             run.started_config()
-            run.named(config.checkpoint)
+            run.named(config.resume_from_checkpoint or LAST)
     if config.trace is not None:
-        parent, created = config.trace.absolute().parent, config.out and config.out.absolute()
+        parent, created = config.trace.absolute().parent, config.output_dir and config.output_dir.absolute()
         if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == created):
             raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that exists")

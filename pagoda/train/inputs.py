@@ -53,26 +53,26 @@ def batches_of(
     Raises ConfigError if there is no sequence, or if the model does not know all tokens.
     """
     _check_vocabulary(config, model, tokens)
-    rows = Rows.of(tokens, config.seq_len, config.packs)
+    rows = Rows.of(tokens, config.max_length, config.packing)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     say(console, *sequences(rows))
     evaluated: Rows | None = None
     if config.eval_data is not None:
         other = opened_tokens(config.eval_data, config.dataset_test_split, data, mesh, console)
         _check_vocabulary(config, model, other)
-        evaluated = Rows.of(other, rows.length, config.packs)
+        evaluated = Rows.of(other, rows.length, config.packing)
     elif config.eval_share:
         count = max(1, round(config.eval_share * len(rows)))
         if count == len(rows):
             raise ConfigError(
                 f"--eval-share {config.eval_share} leaves nothing of {len(rows)} sequences to train on: use more data, "
-                "a smaller --seq-len, or --eval-data"
+                "a smaller --max-length, or --eval-data"
             )
         rows, evaluated = rows.held_out(count, config.seed)
     batches = Batches(
         rows=rows,
-        batch_size=config.batch_size,
-        accumulation_steps=config.accumulation_steps,
+        batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
         seed=config.seed,
         positions=tokens.about.separates and takes_positions,
         rank=mesh.batch_index // config.sequence_parallel,
@@ -80,7 +80,7 @@ def batches_of(
     )
     if evaluated is None:
         return batches, None
-    kept = evaluated.held_out(min(config.eval_rows or EVAL_ROWS, len(evaluated)), config.seed)[1]
+    kept = evaluated.held_out(min(config.max_eval_samples or EVAL_ROWS, len(evaluated)), config.seed)[1]
     few = f" of {len(evaluated):,}" if len(kept) < len(evaluated) else ""
     of = f"{len(kept):,}{few} sequences{' held out' if config.eval_share else ''}"
     every = config.evaluates_every
@@ -144,8 +144,8 @@ def _keep_masks_small(passes: Passes, batches: Batches) -> None:
     if needed > room:
         most = int(tokens * (room / needed) ** 0.5)
         raise ConfigError(
-            f"--seq-len {tokens} needs {format_at_least(needed)} for a mask of tokens times tokens, and "
-            f"{format_bytes(room)} are free: {why}. Use --seq-len {most} or less"
+            f"--max-length {tokens} needs {format_at_least(needed)} for a mask of tokens times tokens, and "
+            f"{format_bytes(room)} are free: {why}. Use --max-length {most} or less"
         )
 
 
@@ -218,7 +218,7 @@ def sequences(rows: Rows) -> list[str]:
     lines = [f"Sequences: {len(rows):,} of {rows.length:,} tokens{padded}"]
     if rows.cut:
         lines.append(
-            f"{rows.cut:,} of {about.documents:,} {kind}s have more than --seq-len {rows.length} tokens, the "
+            f"{rows.cut:,} of {about.documents:,} {kind}s have more than --max-length {rows.length} tokens, the "
             f"longest {rows.longest:,}: they are cut"
         )
     if rows.dropped:

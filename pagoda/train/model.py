@@ -22,28 +22,29 @@ from pagoda.train.config import TrainConfig
 
 
 def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files: bool) -> nn.Module:
-    """The model of a run, made from one that was built in `pagoda.init()`, ready for `wrap`. Prints what is done.
+    """The model of a run, made from one that was built in `pagoda.deferred_init()`, ready for `wrap`. Prints what is
+    done.
 
     `from_files`: it starts from the weights in its directory, if there are any. Otherwise a checkpoint will be loaded,
     and the files are read only for weights that are quantized, because these cannot wait.
 
     Raises ConfigError if files are missing, or if layers cannot be quantized or adapted.
     """
-    if from_files or config.quantize is not None:
+    if from_files or config.quantized_format is not None:
         _give_weights(config, model, console)
     if chunks_loss(config, model):
         chunked_loss(model)
         say(console, "Loss: in chunks, so that logits are never whole")
     lora, quantized = config.lora, 0
     form = DTYPES[config.chosen_precision], compute_device(config.memory)
-    if config.quantize is not None:
+    if config.quantized_format is not None:
         lora = replace(lora, targets=targets_of(model, lora.targets))
-        quantized = quantize_layers(model, config.quantize, *form)
+        quantized = quantize_layers(model, config.quantized_format, *form)
     if lora.rank is not None:
         model = add_adapters(model, lora)
-    if config.quantize is not None:
-        quantized += quantize_experts(model, config.quantize, *form)
-        say(console, f"Quantized: {quantized:,} parameters in {config.quantize.removesuffix('bit')} bits")
+    if config.quantized_format is not None:
+        quantized += quantize_experts(model, config.quantized_format, *form)
+        say(console, f"Quantized: {quantized:,} parameters in {config.quantized_format.removesuffix('bit')} bits")
     if lora.rank is not None:
         trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
         say(console, f"Adapters: rank {lora.rank}, {trained:,} parameters train, and the model's own are frozen")
@@ -54,7 +55,7 @@ def check_weights(config: TrainConfig) -> None:
     """Raises ConfigError if the model's directory lacks files of its weights, or has none to quantize."""
     directory = model_directory(config.model)
     found = directory is not None and _downloaded(directory, is_hub_name(config.model))
-    if config.quantize is not None and not found:
+    if config.quantized_format is not None and not found:
         raise ConfigError(f"--quantize is for pretrained weights, which {config.model!r} lacks: leave it out")
 
 

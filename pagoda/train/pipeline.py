@@ -31,12 +31,12 @@ class StagePasses(Passes):
     def __init__(self, config: TrainConfig, model: nn.Module, optimizer: PagedOptimizer, mesh: Mesh) -> None:
         """`model`: reduced by `to_stage`, and wrapped."""
         super().__init__(config, model, optimizer)
-        self.batches_at_once = config.accumulation_steps
+        self.batches_at_once = config.gradient_accumulation_steps
         self._stage, stages, self._group = mesh.pipeline_stage, mesh.ranks.pipeline_parallel, mesh.pipeline
         self._first, self._last = self._stage == 0, self._stage == stages - 1
         self._width: int = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         self._dtype = DTYPES[config.chosen_precision]
-        ids = torch.empty(config.batch_size, config.seq_len, dtype=torch.int64, device="meta")
+        ids = torch.empty(config.per_device_train_batch_size, config.max_length, dtype=torch.int64, device="meta")
         hidden = self._hidden(ids).requires_grad_()
         # Without these shapes, torch would run a forward to infer them.
         part = PipelineStage(
@@ -48,11 +48,16 @@ class StagePasses(Passes):
             output_args=torch.empty(1, device="meta") if self._last else hidden,
             group=self._group,
         )
-        self._schedule = Schedule1F1B(part, config.accumulation_steps, loss_fn=self._divided, scale_grads=False)
+        self._schedule = Schedule1F1B(
+            part, config.gradient_accumulation_steps, loss_fn=self._divided, scale_grads=False
+        )
         self._total = torch.full((), nan, device=self.device)
 
     def train(self, batch: Batch, targets: float) -> Losses:
-        divisors = [targets / counted(labels) for labels in torch.split(batch["labels"], self.config.batch_size)]
+        divisors = [
+            targets / counted(labels)
+            for labels in torch.split(batch["labels"], self.config.per_device_train_batch_size)
+        ]
         ids, given = self._taken(self.moved(batch))
         if self._last:
             self._total = torch.zeros((), device=self.device)

@@ -95,13 +95,13 @@ def _read(left: dict[str, Any], row: Mapping[str, Any], column: str | None) -> t
     """The names of the columns that make a row's document, and its parts. None if these columns are empty. Takes what
     it reads out of `left`."""
     if column is not None and column not in row:
-        raise ConfigError(f"no column {column!r}; it has {_names(row)}. Correct --column")
+        raise ConfigError(f"no column {column!r}; it has {_names(row)}. Correct --dataset-text-field")
     lists = [name for name in _CONVERSATIONS if is_empty(row.get(name)) or _listed(row[name]) is not None]
     names = [name for name in ([column] if column is not None else [*lists, *_TEXTS]) if name in row]
     pairs = [pair for pair in _PAIRS.items() if column is None and {*pair} <= row.keys()]
     if not names and not pairs:
         known = f"is known to hold text or a conversation ({_KNOWN})"
-        raise ConfigError(f"none of its columns ({_names(row)}) {known}. Name the column with --column")
+        raise ConfigError(f"none of its columns ({_names(row)}) {known}. Name the column with --dataset-text-field")
     name = next((name for name in names if name in left), None)
     pair = next((pair for pair in pairs if {*pair} <= left.keys()), None)
     if name is None:
@@ -111,11 +111,11 @@ def _read(left: dict[str, Any], row: Mapping[str, Any], column: str | None) -> t
     if turns is not None:
         return name, _conversation(left, _messages(name, turns))
     if not isinstance(value, str):
-        raise ConfigError(f"{name} is a {type(value).__name__}, not text. Name another with --column")
+        raise ConfigError(f"{name} is a {type(value).__name__}, not text. Name another with --dataset-text-field")
     if column is None and "role" in left:
         raise ConfigError(
             "a single message, where a record or a list of messages should be: put the messages of a conversation "
-            f"into one record, or read {name} as texts with --column {name}"
+            f"into one record, or read {name} as texts with --dataset-text-field {name}"
         )
     return name, {"text": value}
 

@@ -142,7 +142,7 @@ def _summary(config: _Record, steps: Sequence[_Record], evals: Sequence[_Record]
     found = [
         ("Model", config["model"]),
         ("Data", config["data"]),
-        ("Steps", f"{steps[-1]['step']:,} of {config['steps']:,}"),
+        ("Steps", f"{steps[-1]['step']:,} of {config['max_steps']:,}"),
         ("Loss", f"{_figure(steps[0]['loss'])} → {_figure(steps[-1]['loss'])}"),
         ("Time in steps", f"{seconds / 3600:.2f} h"),
         ("Tokens", f"{tokens:,.0f}, {format_rate(tokens / seconds)} per second"),

@@ -61,7 +61,7 @@ def begin(
     none although one is, and if settings differ from those of the run. Raises CheckpointError if there are checkpoints
     but none can be used, and if the named one does not exist or cannot be used.
     """
-    named = config.checkpoint != LAST
+    named = config.resume_from_checkpoint not in (None, LAST)
 
     def claim() -> tuple[list[RunCheckpoint], list[RunCheckpoint]] | None:
         """All checkpoints, and the ones to try, the last one first."""
@@ -69,16 +69,16 @@ def begin(
         held.enter_context(locked(run_dir.path))
         if named and again:
             raise ConfigError(
-                "--checkpoint names the checkpoint from which --resume continues: it was used already, so leave it out "
+                "--resume-from-checkpoint names the checkpoint to continue from: it was used already, so leave it out "
                 "to continue"
             )
-        if not (config.resume or (again and run_dir.config.exists())):
+        if not (config.resume_from_checkpoint or (again and run_dir.config.exists())):
             run_dir.check_free()
             return None
         config.check_resumes(run_dir.started_config())
         name_complete(run_dir.path, PREFIX)
         every = run_dir.all_checkpoints()
-        return every, [run_dir.named(config.checkpoint)] if named else every[::-1]
+        return every, [run_dir.named(config.resume_from_checkpoint or LAST)] if named else every[::-1]
 
     claimed = from_first(mesh, "the run's directory", claim)
     if claimed is None:
@@ -111,7 +111,7 @@ def begin(
     raise CheckpointError(
         f"none of the {len(every)} checkpoints of {run_dir.path} can be used:\n"
         + "\n".join(lines)
-        + "\nNothing was changed. Put back what is missing, or start a new run with another --out"
+        + "\nNothing was changed. Put back what is missing, or start a new run with another --output-dir"
     )
 
 
@@ -152,16 +152,25 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
 def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh) -> Iterator[str]:
     """A line for the console if a step has another number of sequences than before, because the number of ranks
     changed. Raises ConfigError if other settings changed it."""
-    before, each = extra[SAMPLES_PER_STEP], config.batch_size * config.ranks_with_batches(mesh.ranks.data_parallel)
-    now = each * config.accumulation_steps
+    before, each = (
+        extra[SAMPLES_PER_STEP],
+        config.per_device_train_batch_size * config.ranks_with_batches(mesh.ranks.data_parallel),
+    )
+    now = each * config.gradient_accumulation_steps
     if before == now:
         return
     passes, rest = divmod(before, each)
-    keeps = f": --accumulation-steps {passes} keeps them" if passes and not rest else ""
-    if any(getattr(config, name) != extra[CONFIG][name] for name in ("batch_size", "accumulation_steps")):
+    keeps = f": --gradient-accumulation-steps {passes} keeps them" if passes and not rest else ""
+    if any(
+        getattr(config, name) != extra[CONFIG][name]
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    ):
         raise ConfigError(
             f"cannot resume with {now} sequences a step, of which the run has {before}"
-            + (keeps or ". Leave out --batch-size and --accumulation-steps to keep the run's own")
+            + (
+                keeps
+                or ". Leave out --per-device-train-batch-size and --gradient-accumulation-steps to keep the run's own"
+            )
         )
     yield f"A step has {now} sequences now, and had {before}{keeps}"
 

@@ -81,15 +81,16 @@ class RunDir:
         """
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
-            raise ConfigError(f"--out {self.path}: {existing} is a file, not a directory")
+            raise ConfigError(f"--output-dir {self.path}: {existing} is a file, not a directory")
         inner = (*(checkpoint.path for checkpoint in self.all_checkpoints()), self.tokenizer, self.tensorboard)
         if links := [path for path in inner if path.is_symlink()]:
             raise ConfigError(
-                f"--out {self.path}: {links[0].name} in it is a symbolic link, and a run writes only to its directory: "
+                f"--output-dir {self.path}: {links[0].name} in it is a symbolic link, and a run writes only to its "
+                "directory: "
                 "put the directory itself in its place, or move the whole run"
             )
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(f"--out {self.path} cannot be created: {existing} is not writable")
+            raise ConfigError(f"--output-dir {self.path} cannot be created: {existing} is not writable")
 
     def check_free(self) -> None:
         """Check that a new run can start here. Writes nothing.
@@ -102,8 +103,8 @@ class RunDir:
         if taken := [path.name for path in run + others if os.path.lexists(path)]:
             what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(
-                f"--out {self.path} already holds {what} ({', '.join(taken)}): give another directory"
-                + ", or continue the run with --resume" * self.config.exists()
+                f"--output-dir {self.path} already holds {what} ({', '.join(taken)}): give another directory"
+                + ", or continue the run with --resume-from-checkpoint last" * self.config.exists()
             )
 
     def started_config(self) -> TrainConfig:
@@ -124,8 +125,9 @@ class RunDir:
         except FormError as error:
             raise ConfigError(
                 f"{self.config} is not as `pagoda train` wrote it: it was edited or damaged, or another version wrote "
-                f"it ({error}). Put it back as it was, and give changed settings as flags: pagoda train --resume --out "
-                f"{self.path} --steps N"
+                f"it ({error}). Put it back as it was, and give changed settings as flags: pagoda train "
+                "--resume-from-checkpoint last --output-dir "
+                f"{self.path} --max-steps N"
             ) from error
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
@@ -141,11 +143,11 @@ class RunDir:
     def foreign(self, config: TrainConfig) -> dict[str, str]:
         """Setting -> flag and value, for each class to import that is not torch's and each directory to write to that
         is not in this one."""
-        module, colon, _ = config.optimizer.partition(":")
-        outside = {"optimizer": colon and module.partition(".")[0] != "torch"}
+        module, colon, _ = config.optim.partition(":")
+        outside = {"optim": colon and module.partition(".")[0] != "torch"}
         for name, found in (("memory.ssd", config.memory.ssd_directories), ("cache", [config.cache or self.path])):
             outside[name] = any(not path.resolve().is_relative_to(self.path.resolve()) for path in found)
-        values = {"optimizer": config.optimizer, "memory.ssd": config.memory.ssd, "cache": config.cache}
+        values = {"optim": config.optim, "memory.ssd": config.memory.ssd, "cache": config.cache}
         return {name: f"{flag(name)} {shlex.quote(str(values[name]))}" for name, is_it in outside.items() if is_it}
 
     def continued_config(self, named: Collection[str]) -> TrainConfig:
@@ -193,7 +195,7 @@ class RunDir:
             if not losses:
                 return self.latest()
             if not known:
-                raise CheckpointError(f"{self.path} has no checkpoint with an evaluation: give --checkpoint last")
+                raise CheckpointError(f"{self.path} has no checkpoint with an evaluation: name another than best")
             return min(known, key=lambda checkpoint: losses[checkpoint.step])
         for checkpoint in found:
             if checkpoint.path.name == name:
@@ -252,7 +254,7 @@ class RunDir:
         try:
             yield
         except OSError as error:
-            raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"--output-dir {self.path} cannot be written: {error.strerror}") from error
 
 
 def known_as(checkpoint: Path) -> Path:
@@ -293,10 +295,11 @@ def locked(directory: Path) -> Iterator[None]:
             with suppress(OSError):
                 holder = path.read_text(errors="replace").strip() or holder
             raise ConfigError(
-                f"--out {directory} is in use by another run ({holder}): wait for its end, or give another directory"
+                f"--output-dir {directory} is in use by another run ({holder}): wait for its end, or give another "
+                "directory"
             ) from error
         except OSError as error:
-            raise ConfigError(f"--out {directory} cannot be used: {error.strerror}: {error.filename}") from error
+            raise ConfigError(f"--output-dir {directory} cannot be used: {error.strerror}: {error.filename}") from error
         try:
             with suppress(OSError):  # it only tells others who holds the directory
                 os.ftruncate(lock.descriptor, 0)

@@ -165,7 +165,7 @@ class ModelTokenizer(Tokenizer):
                 f"the tokenizer in {directory} cannot be read: {said[0]}. Copy all files of the tokenizer again, or "
                 "read text as bytes with --tokenizer bytes, which a pretrained model does not know"
             ) from error
-        tokenizer.model_max_length = 1 << 62  # rows are cut to --seq-len, so that no text is too long
+        tokenizer.model_max_length = 1 << 62  # rows are cut to --max-length, so that no text is too long
         self._tokenizer = tokenizer
         self._before, self._after = _specials(tokenizer)
         self._chat = ChatTemplate(tokenizer)

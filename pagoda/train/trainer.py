@@ -42,14 +42,14 @@ def arguments(config: TrainConfig, passes: Passes) -> TrainingArguments:
     """The arguments of transformers' trainer. What they leave out, such as when to save, callbacks decide."""
     threads = torch.get_num_threads()
     made = TrainingArguments(
-        output_dir=str(config.out),
-        run_name=config.out.name if config.out else None,
-        max_steps=config.steps,
-        per_device_train_batch_size=config.batch_size * passes.batches_at_once,
-        gradient_accumulation_steps=config.accumulation_steps // passes.batches_at_once,
-        learning_rate=config.optim.lr,
-        lr_scheduler_type=config.optim.schedule,
-        warmup_steps=config.optim.warmup_steps or 0,
+        output_dir=str(config.output_dir),
+        run_name=config.output_dir.name if config.output_dir else None,
+        max_steps=config.max_steps,
+        per_device_train_batch_size=config.per_device_train_batch_size * passes.batches_at_once,
+        gradient_accumulation_steps=config.gradient_accumulation_steps // passes.batches_at_once,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler_type,
+        warmup_steps=config.warmup_steps or 0,
         max_grad_norm=0.0,  # the optimizer clips
         seed=config.seed,
         ignore_data_skip=True,  # the order of the data begins anywhere
@@ -96,12 +96,12 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
         self.step_s = 0.0
         """Seconds that it took."""
         self.is_in_step = False
-        self.traced = done + min(config.trace_step, config.steps - done)
+        self.traced = done + min(config.trace_step, config.max_steps - done)
         """The step to record, counted from 1."""
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
-        schedule = LambdaLR(passes.optimizer, lambda step: config.optim.lr_factor(step, config.steps))
-        minutes = config.checkpoint_minutes if config.saves_by_time else 0.0
+        schedule = LambdaLR(passes.optimizer, lambda step: config.lr_factor(step, config.max_steps))
+        minutes = config.save_minutes if config.saves_by_time else 0.0
         super().__init__(
             passes.model,
             arguments(config, passes),
@@ -115,7 +115,7 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches of all steps that are left."""
-        order = _Order(self.batches, self.done, self.config.steps, self.passes.batches_at_once)
+        order = _Order(self.batches, self.done, self.config.max_steps, self.passes.batches_at_once)
         generator = torch.Generator()  # else the loader draws from the one of dropout
         return DataLoader(self.batches, batch_sampler=order, collate_fn=dict, generator=generator)
 
@@ -237,7 +237,7 @@ class RunCheckpoints(Checkpoints):
         }
 
     def _outdated(self, older: list[Path], now: Any) -> list[Path]:
-        if not (keep := self._run.config.keep_checkpoints):
+        if not (keep := self._run.config.save_total_limit):
             return []
         steps = {path: int(path.name.rpartition("-")[2]) for path in (*older, now.staged.directory)}
         last = sorted(steps.values())[-keep:]
@@ -247,24 +247,24 @@ class RunCheckpoints(Checkpoints):
         """Raises StorageError if the disk has no room for one checkpoint. Prints a message if it has none for all that
         the run keeps at a time."""
         run, config, ranks = self._run, self._run.config, self._mesh.everyone.size
-        steps = config.steps - run.done
+        steps = config.max_steps - run.done
         one, copied = self.optimizer.checkpoint_bytes(), self.optimizer.checkpoint_bytes(copied=True)
 
         def look() -> None:
             due = 1 + bool(config.saves_by_time)
-            if config.checkpoint_every:
-                due = math.ceil(steps / config.checkpoint_every)
+            if config.save_steps:
+                due = math.ceil(steps / config.save_steps)
             # A checkpoint is deleted when the one that replaces it is complete.
-            kept = config.keep_checkpoints + 1 + (config.evaluates and config.keep_best)
-            most = max(1, (min(due, kept) if config.keep_checkpoints else due) - len(run.run_dir.all_checkpoints()))
+            kept = config.save_total_limit + 1 + (config.evaluates and config.keep_best)
+            most = max(1, (min(due, kept) if config.save_total_limit else due) - len(run.run_dir.all_checkpoints()))
             lines = steps * LINE_BYTES * (1 + ranks * (ranks > 1))
-            required = config.save_at_end or config.checkpoint_every > 0
+            required = config.save_at_end or config.save_steps > 0
             message = DiskRoom(one=one, copied=copied, most=most, beside=lines, required=required).check(
-                f"The disk of --out {run.run_dir.path}",
+                f"The disk of --output-dir {run.run_dir.path}",
                 shutil.disk_usage(run.run_dir.path).free,
                 f"a checkpoint takes {format_bytes(one)}, metrics {format_bytes(lines)}",
                 " (--no-save-at-end trains without keeping the weights)",
-                "--keep-checkpoints",
+                "--save-total-limit",
             )
             if message is not None:
                 say(self._console, message)

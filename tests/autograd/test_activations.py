@@ -41,7 +41,7 @@ def two_steps(memory: pagoda.Memory, activations: ActivationMode) -> Any:
         llama(LAYERS).train(),
         pagoda.AdamW(),
         memory=memory,
-        clip_grad_norm=1.0,
+        max_grad_norm=1.0,
         activations=activations,
         precision="bf16",
     )
@@ -109,7 +109,7 @@ def wrapped_llama(activations: ActivationMode, budget: int) -> tuple[nn.Module, 
     memory = replace(RESIDENT, activations=budget if activations == "auto" else None)
     model = Recipe("llama").build()
     return pagoda.wrap(
-        model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations=activations, precision="bf16"
+        model, pagoda.AdamW(), memory=memory, max_grad_norm=1.0, activations=activations, precision="bf16"
     )
 
 
@@ -200,7 +200,7 @@ def test_a_tensor_that_was_changed_after_it_was_saved_is_an_error_as_in_torch(tm
 def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None:
     memory = pagoda.Memory(host="64MiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE)
     model, optimizer = pagoda.wrap(
-        llama().train(), pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations="offload", precision="bf16"
+        llama().train(), pagoda.AdamW(), memory=memory, max_grad_norm=1.0, activations="offload", precision="bf16"
     )
     ids = torch.zeros(2, 16, dtype=torch.long)
     peaks = []

@@ -77,7 +77,7 @@ FP16 = {"precision": pagoda.MixedPrecision("fp16", loss_scale=1024.0)}
 @pytest.mark.parametrize(("limit", "options"), [(1e-3, {}), (1e-3, FP16), (1e6, {})])
 def test_clipping_by_torch_is_clipping_by_wrap(limit: float, options: dict[str, Any], wrap: Wrap) -> None:
     """Loss scales do not show in norms."""
-    twin = wrap(clip_grad_norm=limit, **options)
+    twin = wrap(max_grad_norm=limit, **options)
     expected = [norm for _, norm in trained(twin)]
     for name, clip in CLIPS.items():
         model, optimizer = wrap(**options)
@@ -134,7 +134,7 @@ def test_a_wrapped_and_a_plain_model_can_be_clipped_together(wrap: Wrap) -> None
 @each_once(by=["torch", "optimizer"], limits=[(1e-3, 2e-3), (2e-3, 1e-3)])
 def test_of_wraps_limit_and_a_later_one_the_smaller_holds(limits: tuple[float, float], by: str, wrap: Wrap) -> None:
     first, second = limits
-    mine, twin = wrap(clip_grad_norm=first), wrap(clip_grad_norm=min(first, second))
+    mine, twin = wrap(max_grad_norm=first), wrap(max_grad_norm=min(first, second))
 
     def clip(model: Any, optimizer: PagedOptimizer) -> float:
         if by == "optimizer":
@@ -175,7 +175,7 @@ def test_gradients_can_be_multiplied_by_a_number(change: Callable[..., list[floa
 
 @pytest.mark.parametrize("limit", [0.01, 1.2], ids=["bites", "does-not-any-more"])
 def test_wrap_clips_what_gradients_are_once_multiplied(limit: float, wrap: Wrap) -> None:
-    mine, twin = wrap(clip_grad_norm=limit), wrap(clip_grad_norm=limit)
+    mine, twin = wrap(max_grad_norm=limit), wrap(max_grad_norm=limit)
     trained(mine, halve, steps=1)
     ((_, halved),) = trained(twin, factor=0.5, steps=1)
     assert (halved > limit) == (limit < 0.1)
@@ -207,12 +207,12 @@ def test_gradients_that_are_not_finite_are_found_and_limits_that_are_none_refuse
 
 
 def test_gradients_applied_during_backward_cannot_be_clipped_in_silence(wrap: Wrap) -> None:
-    mine, twin = wrap(accumulation_steps=1), wrap(accumulation_steps=1)
+    mine, twin = wrap(gradient_accumulation_steps=1), wrap(gradient_accumulation_steps=1)
 
     def clip(model: nn.Module, optimizer: PagedOptimizer) -> float:
-        with pytest.raises(pagoda.UsageError, match=r"during backward\. Pass wrap\(clip_grad_norm=\.\.\.\)"):
+        with pytest.raises(pagoda.UsageError, match=r"during backward\. Pass wrap\(max_grad_norm=\.\.\.\)"):
             clip_by_torch(model.parameters(), 1e-3)
-        with pytest.raises(pagoda.UsageError, match="clip_grad_norm"):
+        with pytest.raises(pagoda.UsageError, match="max_grad_norm"):
             optimizer.clip_grad_norm_(1e-3)
         return clip_by_torch(model.parameters(), math.inf).item()  # transformers' Trainer asks for the norm like this
 
@@ -307,11 +307,13 @@ NEED_VALUES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("use", NEED_VALUES)
 def test_the_values_of_gradients_that_were_applied_during_backward_are_refused_in_words(use: str, wrap: Wrap) -> None:
     """Whether their unit has been updated yet or not."""
-    model, optimizer = wrap(accumulation_steps=2)
+    model, optimizer = wrap(gradient_accumulation_steps=2)
     for seed in range(2):
         loss_of(model, seed).backward()
         param = model.get_parameter("layers.1.0.weight")
-        with pytest.raises(pagoda.UsageError, match=r"layers\.1\.0\.weight.*clip_grad_norm.*accumulation_steps"):
+        with pytest.raises(
+            pagoda.UsageError, match=r"layers\.1\.0\.weight.*max_grad_norm.*gradient_accumulation_steps"
+        ):
             NEED_VALUES[use](param.grad)
     optimizer.step()
 

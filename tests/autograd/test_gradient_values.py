@@ -30,8 +30,11 @@ def rule() -> Any:
 
 SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "plain": ({}, 1),
-    "clipped": ({"clip_grad_norm": LIMIT}, 1),
-    "announced": ({"clip_grad_norm": 1e3, "accumulation_steps": 1}, 1),  # with SSD, units are updated speculatively
+    "clipped": ({"max_grad_norm": LIMIT}, 1),
+    "announced": (
+        {"max_grad_norm": 1e3, "gradient_accumulation_steps": 1},
+        1,
+    ),  # with SSD, units are updated speculatively
     "accumulated": ({}, 2),
 }
 

@@ -286,7 +286,7 @@ def test_backward_through_a_graph_from_before_the_step_is_refused(wrap_layers: W
 def test_a_non_finite_gradient_names_its_parameter_and_changes_nothing(
     value: float, clip: float | None, wrap: Wrap, wrap_layers: WrapLayers
 ) -> None:
-    model, optimizer = wrap_layers(clip_grad_norm=clip)
+    model, optimizer = wrap_layers(max_grad_norm=clip)
     train_layers(model, optimizer)
     before, before_masters = state_of(model, optimizer), masters(model)
 
@@ -302,7 +302,7 @@ def test_a_non_finite_gradient_names_its_parameter_and_changes_nothing(
         optimizer.step()
     state_of(model, optimizer).assert_same_bits(before)
     assert_equal(masters(model), before_masters)
-    twin = wrap(fresh(), clip_grad_norm=clip)
+    twin = wrap(fresh(), max_grad_norm=clip)
     train_layers(*twin, 4)
     train_layers(model, optimizer, 2)
     assert_same_state((model, optimizer), twin)
@@ -377,10 +377,10 @@ def test_an_interrupt_that_ends_a_wait_drops_the_step(
         wait(*arguments)
 
     monkeypatch.setattr(Driver, "wait", interrupt)
-    twin = wrap(fresh(), clip_grad_norm=0.01)
+    twin = wrap(fresh(), max_grad_norm=0.01)
     train_layers(*twin, 2)
     for at in range(1, 100):
-        wrapped = wrap_layers(clip_grad_norm=0.01)
+        wrapped = wrap_layers(max_grad_norm=0.01)
         train_layers(*wrapped, 1)
         left = at
         with suppress(KeyboardInterrupt):
@@ -419,10 +419,10 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
         ({"page_size": 12288}, {}, r"memory\.page_size.*power of two"),
         ({"unit_limit": "much"}, {}, r"memory\.unit_limit"),
         ({"device": "cpu"}, {}, r"memory\.device.*cpu:SIZE"),
-        ({}, {"clip_grad_norm": 0.0}, "clip_grad_norm.*above 0"),
-        ({}, {"clip_grad_norm": float("nan")}, "clip_grad_norm.*above 0"),
-        ({}, {"accumulation_steps": 0}, "accumulation_steps.*at least 1"),
-        ({}, {"accumulation_steps": 1.5}, "accumulation_steps.*whole number"),
+        ({}, {"max_grad_norm": 0.0}, "max_grad_norm.*above 0"),
+        ({}, {"max_grad_norm": float("nan")}, "max_grad_norm.*above 0"),
+        ({}, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps.*at least 1"),
+        ({}, {"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps.*whole number"),
         ({}, {"tiles": "two"}, r"tiles is 'two'; give a pagoda\.Tiles"),
     ]
     for memory, options, message in refused:
@@ -500,7 +500,7 @@ def test_an_update_during_backward_that_begins_after_the_last_gradient_is_notice
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         model[0].requires_grad_(False)
-        model, optimizer = wrap(model, lr=0.1, accumulation_steps=announced)
+        model, optimizer = wrap(model, lr=0.1, gradient_accumulation_steps=announced)
         start = model.state_dict()
         model(torch.ones(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
         if announced:

@@ -55,9 +55,9 @@ def test_every_use_of_a_state_has_the_bits_of_torch_alone(
 @pytest.mark.parametrize(
     ("place", "settings"),
     [
-        ("ram", {"accumulation_steps": 1}),  # units are updated during backward
-        ("ssd", {"accumulation_steps": 1, "clip_grad_norm": 1e9}),  # and speculatively
-        ("device", {"clip_grad_norm": 1e9}),
+        ("ram", {"gradient_accumulation_steps": 1}),  # units are updated during backward
+        ("ssd", {"gradient_accumulation_steps": 1, "max_grad_norm": 1e9}),  # and speculatively
+        ("device", {"max_grad_norm": 1e9}),
     ],
 )
 @pytest.mark.parametrize("use", ["resampled", "popped", "count"])
@@ -88,7 +88,7 @@ def take_steps(of: Training, steps: int) -> None:
 
 
 def test_states_of_one_step_are_refused_while_units_are_updated_during_backward(wrap: Wrap) -> None:
-    model, optimizer = wrap(Net(), accumulation_steps=1)
+    model, optimizer = wrap(Net(), gradient_accumulation_steps=1)
     of = Training(model, optimizer)
     of.loss(0).backward()
     with pytest.raises(UsageError, match="between backward and step"):

@@ -90,9 +90,9 @@ def test_an_update_waits_for_the_writer_where_no_room_for_copies_is_left(tmp_pat
 def test_updates_during_backward_are_held_off_what_is_not_written_yet(place: str, tmp_path: Path) -> None:
     on_ssd = pagoda.Memory(host="256KiB", ssd=str(tmp_path), unit_limit="16KiB", page_size=4096)
     memory = RESIDENT if place == "resident" else on_ssd
-    recipe, options = replace(LLAMA, clip=None), {"accumulation_steps": 1}
+    recipe, options = replace(LLAMA, clip=None), {"gradient_accumulation_steps": 1}
     run = Run(recipe, memory, options=options).train(0, HALF)
-    run.optimizer.drain()
+    run.optimizer.synchronize()
     expected = run.model.state_dict(), run.optimizer.state_dict()
     run.save(tmp_path / "step", wait=False)
     run.train(HALF, 2 * HALF).optimizer.close()
@@ -218,7 +218,7 @@ def test_states_are_written_in_the_order_in_which_updates_will_change_them(tmp_p
 
     monkeypatch.setattr(Files, "write", noted)
     run = Run(LLAMA, RESIDENT).train(0, 1)
-    run.optimizer.drain()
+    run.optimizer.synchronize()
     run.optimizer.save_checkpoint(tmp_path / "step")
     names = [name for name, _ in itertools.groupby(written)]
     assert len(written) == 4 * len(names)

@@ -49,7 +49,7 @@ FAULTS = {
 
 def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.MonkeyPatch) -> None:
     """From now on, transfers of one unit's `exp_avg` meet a fault."""
-    run.optimizer.drain()
+    run.optimizer.synchronize()
     store = run.optimizer._engine.store
     broken, met = store.run(1, "exp_avg"), threading.local()
     move, real = ("load" if verb == "preadv" else "store"), getattr(os, verb)
@@ -66,14 +66,14 @@ def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.M
 
 def assert_of_no_use(run: Run, directory: Path) -> None:
     with suppress(StorageError):
-        run.optimizer.drain()  # raises what nobody has seen yet
+        run.optimizer.synchronize()  # raises what nobody has seen yet
     assert_refused(run, directory, r"The training state is damaged.*Load a checkpoint")
 
 
 def assert_refused(run: Run, directory: Path, message: str) -> None:
     """Nothing can be computed from it, nor read, nor saved."""
     for use in (
-        run.optimizer.drain,
+        run.optimizer.synchronize,
         lambda: run.model(**data(LLAMA, 0)),
         run.optimizer.state_dict,
         lambda: run.optimizer.save_checkpoint(directory),
@@ -108,7 +108,7 @@ def test_a_checkpoint_loads_after_a_drive_has_failed_an_update(
         break_moment(run, verb, happens, patch)
         run.train(HALF, HALF + 1)
         with pytest.raises(StorageError, match=message):
-            run.optimizer.drain()
+            run.optimizer.synchronize()
     run.load(tmp_path / "good").goes_on()
 
 
@@ -198,10 +198,10 @@ def test_a_checkpoint_loads_after_a_drive_has_failed_an_asynchronous_update(
     with monkeypatch.context() as patch:
         break_moment(run, "pwritev", fails, patch)
         with pytest.raises(StorageError, match="failed to write"):
-            run.train(HALF, HALF + 4).optimizer.drain()
+            run.train(HALF, HALF + 4).optimizer.synchronize()
     run.load(tmp_path / "good")
     assert all(torch.equal(value, expected[name]) for name, value in run.model.state_dict().items())
-    run.train(HALF, 2 * HALF).optimizer.drain()
+    run.train(HALF, 2 * HALF).optimizer.synchronize()
     run.optimizer.close()
 
 

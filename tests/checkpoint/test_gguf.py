@@ -112,7 +112,7 @@ def test_training_starts_from_the_values_of_transformers(name: str, form: str, t
 
 def test_a_tensor_is_in_memory_only_while_it_is_read(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", "llama", "Q8_0")
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = transformers.AutoModelForCausalLM.from_config(MODELS["llama"][1]())
     settings_of(tmp_path / "model.gguf")
     tensors = gguf_tensors(model, tmp_path / "model.gguf")
@@ -133,15 +133,26 @@ def test_the_command_trains_and_generates_from_a_gguf_file(tmp_path: Path, capsy
     write(tmp_path / "model.gguf", "llama", "Q8_0")
     (tmp_path / "text.txt").write_text("a line of text\n" * 200)
     run = tmp_path / "run"
-    flags = ["--model", str(tmp_path / "model.gguf"), "--data", str(tmp_path / "text.txt"), "--out", str(run)]
-    sizes = ["--seq-len", "16", "--batch-size", "1", "--steps", "2", "--memory.host", "64MiB", "--precision", "fp32"]
+    flags = ["--model", str(tmp_path / "model.gguf"), "--data", str(tmp_path / "text.txt"), "--output-dir", str(run)]
+    sizes = [
+        "--max-length",
+        "16",
+        "--per-device-train-batch-size",
+        "1",
+        "--max-steps",
+        "2",
+        "--memory.host",
+        "64MiB",
+        "--precision",
+        "fp32",
+    ]
     assert main(["train", *flags, *sizes, "--plan", "usual"]) == 0
     assert "Weights: " in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "tokenizer")
     whole = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert tokenizer("a line")["input_ids"] == whole("a line")["input_ids"]
-    assert main(["generate", str(tmp_path), "--prompt", "a", "--tokens", "2", "--memory.host", "64MiB"]) == 0
-    assert main(["plan", *flags[:2], "--json", "--seq-len", "16", "--hardware", "h100"]) == 0
+    assert main(["generate", str(tmp_path), "--prompt", "a", "--max-new-tokens", "2", "--memory.host", "64MiB"]) == 0
+    assert main(["plan", *flags[:2], "--json", "--max-length", "16", "--hardware", "h100"]) == 0
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_checkpoints_beyond_those_that_have_room_are_copied_and_that_is_a_warnin
     assert [PAGED in read_manifest(tmp_path / f"step-{step}") for step in range(3)] == [True, False, False]
     said = [record.message for record in caplog.records if "this checkpoint copies" in record.message]
     assert len(said) == (0 if asked_for is None else 2 * HALF - 1)
-    assert all("--keep-checkpoints" in warning for warning in said)
+    assert all("--save-total-limit" in warning for warning in said)
 
 
 def test_checkpoints_of_another_run_in_the_directory_make_none_of_this_one_a_copy(ssd: Path, tmp_path: Path) -> None:
@@ -222,5 +222,5 @@ def test_inspect_verifies_files_and_pages_and_those_that_are_adopted_are_checked
     assert f"{file} at offset {at} does not hold what was written there" in capsys.readouterr().out
     run = Run(LLAMA, on_ssd(LLAMA, ssd), seed=1).load(second)
     with pytest.raises(pagoda.StorageError, match="does not hold what was written there"):
-        run.train(HALF, HALF + 1).optimizer.drain()
+        run.train(HALF, HALF + 1).optimizer.synchronize()
     run.load(first).goes_on()

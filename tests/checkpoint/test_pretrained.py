@@ -210,13 +210,16 @@ def test_the_command_trains_from_weights_or_config_alone(tmp_path: Path, capsys:
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     (tmp_path / "alone").mkdir()
     shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "alone")
-    args = ["train", "--data", str(tmp_path / "text.txt"), "--batch-size", "2", "--seq-len", "16"]
+    args = ["train", "--data", str(tmp_path / "text.txt"), "--per-device-train-batch-size", "2", "--max-length", "16"]
     args += ["--memory.host", "8MiB", "--plan", "usual"]
 
     def said(model: str, *flags: str) -> str:
-        assert main([*args, "--model", str(tmp_path / model), "--out", str(tmp_path / f"run of {model}"), *flags]) == 0
+        assert (
+            main([*args, "--model", str(tmp_path / model), "--output-dir", str(tmp_path / f"run of {model}"), *flags])
+            == 0
+        )
         return capsys.readouterr().out
 
-    assert re.search(r"Weights: .*hf, .* KiB in \d+ files", said("hf", "--steps", "1"))
-    assert "Weights" not in said("hf", "--steps", "2", "--resume")
-    assert "Weights: random, seed 0" in said("alone", "--steps", "1")
+    assert re.search(r"Weights: .*hf, .* KiB in \d+ files", said("hf", "--max-steps", "1"))
+    assert "Weights" not in said("hf", "--max-steps", "2", "--resume-from-checkpoint", "last")
+    assert "Weights: random, seed 0" in said("alone", "--max-steps", "1")

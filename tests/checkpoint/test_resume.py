@@ -78,7 +78,7 @@ class Run:
             pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=self.recipe.moments),
             memory=self.memory,
             precision=self.recipe.precision,
-            clip_grad_norm=self.recipe.clip,
+            max_grad_norm=self.recipe.clip,
             **self.options,
         )
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=10)
@@ -582,7 +582,7 @@ def test_half_updated_states_are_not_saved_and_a_checkpoint_replaces_them(saved:
     """With updates during backward, some units are ahead of the others until `step()`."""
     torch.manual_seed(0)
     model, optimizer = pagoda.wrap(
-        LLAMA.build(), pagoda.AdamW(), memory=RESIDENT, accumulation_steps=1, precision="bf16"
+        LLAMA.build(), pagoda.AdamW(), memory=RESIDENT, gradient_accumulation_steps=1, precision="bf16"
     )
     loss_of(model(**data(LLAMA, 0))).backward()
     with pytest.raises(pagoda.UsageError, match=r"between backward.*Call optimizer\.step\(\) first"):
@@ -604,7 +604,7 @@ def test_parameters_that_are_not_floating_point_are_saved_and_restored(tmp_path:
     codes = torch.tensor([3, -7, 100], dtype=torch.int8)
 
     def build(codes: torch.Tensor) -> tuple[nn.Module, PagedOptimizer]:
-        with pagoda.init():
+        with pagoda.deferred_init():
             linear = nn.Linear(8, 8)
             linear.codes = nn.Parameter(codes, requires_grad=False)
         return pagoda.wrap(linear, pagoda.AdamW(), memory=RESIDENT, precision="bf16")

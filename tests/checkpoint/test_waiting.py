@@ -187,7 +187,7 @@ def test_weights_that_share_memory_are_refused_as_in_ram(tmp_path: Path) -> None
     "make", [parametrizations.weight_norm, parametrizations.orthogonal, parametrizations.spectral_norm]
 )
 def test_parametrized_layers_start_under_init_from_the_values_of_their_layer(make: Callable[..., nn.Module]) -> None:
-    with pagoda.init():
+    with pagoda.deferred_init():
         layer = nn.Linear(64, 64)
         plain = copy.deepcopy(layer)
         model = nn.Sequential(plain, make(layer))
@@ -200,7 +200,7 @@ def test_parametrized_layers_start_under_init_from_the_values_of_their_layer(mak
 
 @pytest.mark.parametrize("change", ["deepcopy", "load_state_dict", "copy"])
 def test_a_target_network_under_init_starts_as_its_sibling(change: str) -> None:
-    with pagoda.init():
+    with pagoda.deferred_init():
         online = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
         target = copy.deepcopy(online) if change == "deepcopy" else nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
         if change == "load_state_dict":

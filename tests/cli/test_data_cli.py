@@ -31,12 +31,22 @@ def test_what_it_reports_is_what_train_reads_and_reports(tmp_path: Path, capsys:
         r"Left out 1 record: its weight says so \(.*line 7\)",
         r"Left out 1 record: no assistant speaks\. Its roles: narrator \(.*line 8\)",
         r"Left out 1 record: none of its columns \(body\).*line 9\)",
-        r"Chosen: --seq-len \d+: \d+% of conversations have as many tokens or fewer",
+        r"Chosen: --max-length \d+: \d+% of conversations have as many tokens or fewer",
         r"Sequences: \d+ of \d+ tokens, \d+% padding",
         r"«It is .*<\|im_end\|>",
     ):
         assert re.search(expected, text), expected
-    train = ["train", *read, "--data", str(data), "--steps", "1", "--out", str(tmp_path / "run"), "--no-save-at-end"]
+    train = [
+        "train",
+        *read,
+        "--data",
+        str(data),
+        "--max-steps",
+        "1",
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--no-save-at-end",
+    ]
     trained = lines_of([*train, "--memory.host", "64MiB"], capsys)
     assert [line for line in shown if line not in trained] == []
 
@@ -46,8 +56,8 @@ def test_what_does_not_fit_into_a_sequence_is_counted_and_what_cannot_be_read_is
 ) -> None:
     model = write_pretrained(tmp_path / "model", CHATML)
     data = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats(3)])
-    read = ["--model", str(model), "--cache", str(tmp_path / "cache"), "--seq-len", "64"]
-    assert "2 of 3 conversations have more than --seq-len 64 tokens" in "\n".join(
+    read = ["--model", str(model), "--cache", str(tmp_path / "cache"), "--max-length", "64"]
+    assert "2 of 3 conversations have more than --max-length 64 tokens" in "\n".join(
         lines_of(["data", str(data), *read], capsys)
     )
     write_lines(data, [{"messages": [{"content": "hi"}]}])

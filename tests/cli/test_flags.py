@@ -21,12 +21,12 @@ OF_A_RUN = {
     # What it trains on, and where it writes.
     "download", "data", "column", "skip_bad", "dataset_config", "dataset_train_split", "dataset_test_split",
     "dataset_revision", "dataset_streaming", "tokenizer", "cache",
-    "eval_data", "eval_share", "eval_every", "eval_rows", "patience", "keep_best", "sample_every", "prompt",
+    "eval_data", "eval_share", "eval_steps", "max_eval_samples", "patience", "keep_best", "sample_every", "prompt",
     "sample_tokens", "packing", "epochs", "config", "report_to", "seed", "out", "resume", "checkpoint",
     "save_at_end", "trace_step", "verbose",
     # Which values states take, not how many.
-    "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
-    "optim.schedule", "optim.min_lr_ratio",
+    "learning_rate", "betas", "eps", "weight_decay", "weight_decay_on", "warmup_steps",
+    "lr_scheduler_type", "min_lr_ratio",
 }  # fmt: skip
 OF_A_MACHINE = {
     "hardware", "ram", "nodes", "gpus_per_node", "search_degrees", "max_model", "json",

@@ -28,9 +28,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = tmp_path_factory.mktemp("generate")
     write_pretrained(folder / "model")
     data = write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats()])
-    usual = {"data": data, "seq_len": 128, "precision": "fp32", "memory__host": "1GiB", "memory__ssd": None}
+    usual = {"data": data, "max_length": 128, "precision": "fp32", "memory__host": "1GiB", "memory__ssd": None}
     work = Workspace(folder, folder / "model", **usual)
-    work.train("run", steps=4, eval_share=0.2, eval_rows=4, eval_every=2, optim__lr=1e-2, checkpoint_every=2)
+    work.train("run", max_steps=4, eval_share=0.2, max_eval_samples=4, eval_steps=2, learning_rate=1e-2, save_steps=2)
     return work
 
 
@@ -77,8 +77,8 @@ def write_rich_model(directory: Path, **changes: Any) -> Path:
     ("use_cache", "flags", "exported"),
     [
         (True, (), ()),
-        (False, ("--lora.rank", "2"), ("--merge",)),
-        pytest.param(True, ("--lora.rank", "2"), (), marks=pytest.mark.slow),
+        (False, ("--lora-r", "2"), ("--merge",)),
+        pytest.param(True, ("--lora-r", "2"), (), marks=pytest.mark.slow),
     ],
 )
 def test_an_export_of_a_resumed_run_is_that_of_an_uninterrupted_one_and_has_all_that_the_model_came_with(
@@ -87,13 +87,19 @@ def test_an_export_of_a_resumed_run_is_that_of_an_uninterrupted_one_and_has_all_
 ) -> None:  # fmt: skip
     model = write_rich_model(tmp_path / "model", use_cache=use_cache)
     before = {str(path.relative_to(model)): path.read_bytes() for path in model.rglob("*") if path.is_file()}
-    settings = {"model": model, "out": tmp_path / "whole", "steps": 2, "eval_share": 0.0, "optim__lr": None}
+    settings = {
+        "model": model,
+        "output_dir": tmp_path / "whole",
+        "max_steps": 2,
+        "eval_share": 0.0,
+        "learning_rate": None,
+    }
     assert main(work.args("-", *flags, **settings)) == 0
     at_the_first_batch(lambda: signal.raise_signal(signal.SIGTERM), monkeypatch)
-    assert main(work.args("-", *flags, **{**settings, "out": tmp_path / "cut"})) == 128 + signal.SIGTERM
+    assert main(work.args("-", *flags, **{**settings, "output_dir": tmp_path / "cut"})) == 128 + signal.SIGTERM
     (model / "generation_config.json").unlink()
     (model / "special_tokens_map.json").write_text("{} ")
-    assert main(["train", "--resume", "--out", str(tmp_path / "cut")]) == 0
+    assert main(["train", "--resume-from-checkpoint", "last", "--output-dir", str(tmp_path / "cut")]) == 0
     found = []
     for name in ("whole", "cut"):
         assert main(["export", str(tmp_path / name), str(tmp_path / f"of {name}"), *exported]) == 0
@@ -111,7 +117,7 @@ def test_an_export_of_a_resumed_run_is_that_of_an_uninterrupted_one_and_has_all_
 
 def generated(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     capsys.readouterr()
-    assert main(["generate", *args, "--memory.host", "1GiB", "--tokens", "12"]) == 0
+    assert main(["generate", *args, "--memory.host", "1GiB", "--max-new-tokens", "12"]) == 0
     return capsys.readouterr().out.strip()
 
 
@@ -131,14 +137,14 @@ def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.Captu
     assert (folder / "run").stat().st_mtime_ns == before, "weights go from the checkpoint to pages, by no other file"
     assert generated(capsys, str(folder / "again"), *args[1:3]) == said
     assert generated(capsys, *args, "--tile-limit", "8KiB") == said
-    assert generated(capsys, *args, "--draw") == generated(capsys, *args, "--draw") != said
+    assert generated(capsys, *args, "--do-sample") == generated(capsys, *args, "--do-sample") != said
 
 
 @pytest.mark.parametrize(
     ("precision", "data", "flags"),
     [
         ("fp32", "texts", ()),
-        ("bf16", "chats", ("--lora.rank", "4", "--optim.lr", "0.05")),
+        ("bf16", "chats", ("--lora-r", "4", "--learning-rate", "0.05")),
         pytest.param("fp16", "texts", ("--tile-limit", "8KiB"), marks=pytest.mark.slow),
         pytest.param("bf16", "chats", (), marks=pytest.mark.slow),
     ],
@@ -150,13 +156,13 @@ def test_a_run_writes_again_what_it_wrote_in_its_last_sample(
     source = {"data": work.text} if data == "texts" else {}
     name, prompt = f"{precision} {data} {len(flags)}", "What is 3"
     sampled = ("--sample-every", "2", "--sample-tokens", "12", "--prompt", prompt)
-    lr = {"optim__lr": None} if "--optim.lr" in flags else {}
-    work.train(name, *sampled, *flags, steps=2, precision=precision, eval_share=0.0, **source, **lr)
+    lr = {"learning_rate": None} if "--learning-rate" in flags else {}
+    work.train(name, *sampled, *flags, max_steps=2, precision=precision, eval_share=0.0, **source, **lr)
     sample = json.loads((work.root / name / "samples.jsonl").read_text())
     before = prompt if data == "texts" else ""
     args = (str(work.root / name), "--prompt", prompt)
     assert generated(capsys, *args) == (before + sample["greedy"]).strip()
-    assert generated(capsys, *args, "--draw", "--seed", "2") == (before + sample["drawn"]).strip()
+    assert generated(capsys, *args, "--do-sample", "--seed", "2") == (before + sample["drawn"]).strip()
 
 
 def test_the_checkpoint_and_the_precision_are_said_and_are_true(
@@ -171,7 +177,7 @@ def test_the_checkpoint_and_the_precision_are_said_and_are_true(
     assert main(["export", str(run), str(half), "--dtype", "bf16"]) == 0
     places = {run: (run / "checkpoint-4", "fp32"), work.root / "model": (work.root / "model", "fp32")}
     for source, (place, precision) in {**places, half: (half, "bf16")}.items():
-        assert main(["generate", str(source), "--prompt", "a", "--tokens", "1", "--memory.host", "64MiB"]) == 0
+        assert main(["generate", str(source), "--prompt", "a", "--max-new-tokens", "1", "--memory.host", "64MiB"]) == 0
         said = capsys.readouterr()
         assert said.err.splitlines()[-1] == f"pagoda: reading {place}, computing in {precision}"
         assert dtypes[precision] in said.out
@@ -180,8 +186,8 @@ def test_the_checkpoint_and_the_precision_are_said_and_are_true(
 def test_a_run_with_adapters_writes_too_and_its_adapter_has_the_tokenizer(
     work: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work.train("adapted", steps=1, lora__rank=2, eval_share=0.0, optim__lr=None)
-    assert "--optim.lr 0.0002: usual for adapters" in capsys.readouterr().out
+    work.train("adapted", max_steps=1, lora_r=2, eval_share=0.0, learning_rate=None)
+    assert "--learning-rate 0.0002: usual for adapters" in capsys.readouterr().out
     generated(capsys, str(work.root / "adapted"), "--prompt", "What is 5?")
     assert main(["export", str(work.root / "adapted"), str(tmp_path / "adapter")]) == 0
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
@@ -221,7 +227,7 @@ def test_what_cannot_be_continued_is_refused_in_words(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, model = folder / "run", folder / "model"
-    for flags in (("--tokens", "0"), ("--seed", "-1")):
+    for flags in (("--max-new-tokens", "0"), ("--seed", "-1")):
         assert main(["generate", str(run), "--prompt", "a", *flags]) == 2
     assert "--prompt is empty" in refused(capsys, run, "--prompt", "", "--chat", False)
     for chat in (("--prompt", "a \udcff"), ("--prompt", "a", "--system", "b \udcff")):

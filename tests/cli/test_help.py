@@ -25,7 +25,13 @@ def test_many_flags_are_listed_by_their_groups_and_described_on_demand(
     for shown in (listed, described):
         groups = [shown.index(f" {group}options ") for group in ("", "optim ", "memory ", "lora ")]
         assert groups == sorted(groups)
-        assert groups[0] < shown.index("--batch-size INT") < groups[1] < groups[2] < shown.index("--memory.ssd DIR")
+        assert (
+            groups[0]
+            < shown.index("--per-device-train-batch-size INT")
+            < groups[1]
+            < groups[2]
+            < shown.index("--memory.ssd DIR")
+        )
     assert "Sequences per forward pass" in described
     assert len(listed.splitlines()) < 120
 

@@ -1,4 +1,4 @@
-"""`pagoda train --lora.rank`: adapters over weights that do not fit RAM, from the first step to what peft loads."""
+"""`pagoda train --lora-r`: adapters over weights that do not fit RAM, from the first step to what peft loads."""
 
 import sys
 from pathlib import Path
@@ -30,12 +30,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-ADAPTED = ("--lora.rank", "4", "--lora.dropout", "0.1", "--lora.targets", *TARGETS)
+ADAPTED = ("--lora-r", "4", "--lora-dropout", "0.1", "--lora-target-modules", *TARGETS)
 
 
 def workspace(root: Path, model: Path) -> Workspace:
-    usual = {"steps": 4, "seq_len": 16, "precision": "fp32", "optim__lr": 1e-2, "optim__schedule": "constant"}
-    return Workspace(root, model, **usual, memory__host=HOST, checkpoint_every=2, eval_share=0.0)
+    usual = {
+        "max_steps": 4,
+        "max_length": 16,
+        "precision": "fp32",
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+    }
+    return Workspace(root, model, **usual, memory__host=HOST, save_steps=2, eval_share=0.0)
 
 
 @pytest.fixture
@@ -70,9 +76,17 @@ def test_adapters_train_over_weights_that_exceed_ram_and_keep_their_rank(
     found = adapters(last_checkpoint(trained))
     assert len(found) == 2 * 5 * len(TARGETS)
     assert all(value.any() for value in found.values()), "lora_B starts as zeros"
-    again = ["train", "--resume", "--out", str(trained / "run"), "--memory.ssd", str(trained / "ssd")]
-    assert main([*again, "--steps", "6", "--lora.rank", "8"]) == 2
-    assert "--lora.rank 8 (the run has 4)" in capsys.readouterr().err
+    again = [
+        "train",
+        "--resume-from-checkpoint",
+        "last",
+        "--output-dir",
+        str(trained / "run"),
+        "--memory.ssd",
+        str(trained / "ssd"),
+    ]
+    assert main([*again, "--max-steps", "6", "--lora-r", "8"]) == 2
+    assert "--lora-r 8 (the run has 4)" in capsys.readouterr().err
 
 
 def test_the_adapter_is_exported_and_merged(
@@ -103,8 +117,8 @@ def test_the_adapter_is_exported_and_merged(
 
 @pytest.mark.slow
 def test_experts_are_adapted_by_the_names_of_their_parameters(work: Workspace) -> None:
-    targets = ("--lora.targets", "q_proj", "experts.down_proj")
-    work.train("run", "--model", "mixtral-15m", "--lora.rank", "2", *targets, steps=1, memory__host="1GiB")
+    targets = ("--lora-target-modules", "q_proj", "experts.down_proj")
+    work.train("run", "--model", "mixtral-15m", "--lora-r", "2", *targets, max_steps=1, memory__host="1GiB")
     named = adapters(last_checkpoint(work.root))
     assert {name.split(".layers.0.")[-1].split(".lora_")[0] for name in named if ".layers.0." in name} == {
         "self_attn.q_proj",
@@ -115,13 +129,13 @@ def test_experts_are_adapted_by_the_names_of_their_parameters(work: Workspace) -
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--lora.rank", "0"), "--lora.rank is 0; it must be at least"),
-        (("--lora.rank", "None"), "--lora.rank is missing"),
-        (("--plan", "search"), "leave it out with --lora.rank"),
+        (("--lora-r", "0"), "--lora-r is 0; it must be at least"),
+        (("--lora-r", "None"), "--lora-r is missing"),
+        (("--plan", "search"), "leave it out with --lora-r"),
         (("--tile-limit", "64KiB"), "leave out --tile-limit"),
-        (("--lora.targets", "no_such_layer"), "--lora.targets is no_such_layer"),
+        (("--lora-target-modules", "no_such_layer"), "--lora-target-modules is no_such_layer"),
         (
-            ("--model", "mixtral-15m", "--lora.targets", "all-linear", "--lora.dropout", "0.1"),
+            ("--model", "mixtral-15m", "--lora-target-modules", "all-linear", "--lora-dropout", "0.1"),
             "ParamWrapper does not work with lora_dropout",
         ),
     ],
@@ -141,7 +155,7 @@ def test_what_cannot_be_adapted_is_refused(
 def test_without_peft_the_message_says_how_to_get_it_and_a_whole_model_has_nothing_to_merge(
     work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work.train("whole", steps=1, memory__host="64MiB")
+    work.train("whole", max_steps=1, memory__host="64MiB")
     assert main(["export", str(work.root / "whole"), str(work.root / "out"), "--merge"]) == 2
     assert "no adapter to merge" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -13,10 +13,10 @@ from pagoda.__main__ import main as program
 from pagoda.cli.main import main, parse
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
-from pagoda.train import OptimConfig, TrainConfig
+from pagoda.train import TrainConfig
 from pagoda.train.run_dir import RunDir
 
-REQUIRED = ("--model", "llama-15m", "--steps", "20", "--batch-size", "4", "--seq-len", "128")
+REQUIRED = ("--model", "llama-15m", "--max-steps", "20", "--per-device-train-batch-size", "4", "--max-length", "128")
 
 
 def parsed(*flags: str | Path) -> TrainConfig:
@@ -33,15 +33,18 @@ def exit_code(*args: str) -> int:
 
 def test_only_the_model_must_be_given_and_flags_reach_the_configuration() -> None:
     assert parsed("--model", "llama-15m") == TrainConfig(model="llama-15m")
-    given = parsed(*REQUIRED, "--out", "run")
-    assert given == TrainConfig(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
-    flags = "--memory.host 64MiB --memory.page-size 1MiB --optim.betas 0.8 0.9 --optim.schedule constant"
-    flags += " --clip-grad-norm None --activations keep --trace t.json --trace-step 5"
+    given = parsed(*REQUIRED, "--output-dir", "run")
+    assert given == TrainConfig(
+        model="llama-15m", max_steps=20, per_device_train_batch_size=4, max_length=128, output_dir=Path("run")
+    )
+    flags = "--memory.host 64MiB --memory.page-size 1MiB --betas 0.8 0.9 --lr-scheduler-type constant"
+    flags += " --max-grad-norm 0 --activations keep --trace t.json --trace-step 5"
     assert parsed("--model", "llama-15m", *flags.split()) == TrainConfig(
         model="llama-15m",
         memory=Memory(host="64MiB", page_size="1MiB"),
-        optim=OptimConfig(betas=(0.8, 0.9), schedule="constant"),
-        clip_grad_norm=None,
+        betas=(0.8, 0.9),
+        lr_scheduler_type="constant",
+        max_grad_norm=None,
         activations="keep",
         trace=Path("t.json"),
         trace_step=5,
@@ -49,18 +52,21 @@ def test_only_the_model_must_be_given_and_flags_reach_the_configuration() -> Non
 
 
 def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path) -> None:
-    shape = {"model": "gpt2", "steps": 20, "batch_size": 2, "seq_len": 64}
-    given = {"optim": OptimConfig(lr=1e-3), "memory": Memory(host="1GiB"), "out": Path("where-it-was-started")}
+    shape = {"model": "gpt2", "max_steps": 20, "per_device_train_batch_size": 2, "max_length": 64}
+    given = {"learning_rate": 1e-3, "memory": Memory(host="1GiB"), "output_dir": Path("where-it-was-started")}
     started = TrainConfig(**shape, **given)
     RunDir(tmp_path).create(started)
-    for flags in (("--out", tmp_path, "--resume"), (f"--out={tmp_path}", "--resume")):
-        assert parsed(*flags) == replace(started, out=tmp_path, resume=True)
-    changed = parsed(*flags, "--steps", "40", "--memory.host", "2GiB")
-    assert (changed.steps, changed.memory.host, changed.optim.lr) == (40, "2GiB", 1e-3)
+    for flags in (
+        ("--output-dir", tmp_path, "--resume-from-checkpoint", "last"),
+        (f"--output-dir={tmp_path}", "--resume-from-checkpoint", "last"),
+    ):
+        assert parsed(*flags) == replace(started, output_dir=tmp_path, resume_from_checkpoint="last")
+    changed = parsed(*flags, "--max-steps", "40", "--memory.host", "2GiB")
+    assert (changed.max_steps, changed.memory.host, changed.learning_rate) == (40, "2GiB", 1e-3)
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        parsed("--model", "llama-15m", "--out", "run\udcff")
-    with pytest.raises(ConfigError, match="name its directory with --out"):
-        parsed("--resume")
+        parsed("--model", "llama-15m", "--output-dir", "run\udcff")
+    with pytest.raises(ConfigError, match="name its directory with --output-dir"):
+        parsed("--resume-from-checkpoint", "last")
     with pytest.raises(ConfigError, match="--config starts another run"):
         parsed(*flags, "--config", tmp_path / "run.yaml")
 

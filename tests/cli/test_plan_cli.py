@@ -51,7 +51,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Command:
 def test_it_prints_the_plan_the_figures_and_what_would_help(plan: Command, machine: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     done = plan(
-        *("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--memory.host", "80MiB"),
+        *("--model", "gpt-2x192", "--hardware", machine, "--max-length", 64, "--memory.host", "80MiB"),
         *("--plan", "usual", "--trace", trace),
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -69,7 +69,7 @@ def test_it_prints_the_plan_the_figures_and_what_would_help(plan: Command, machi
 
 
 def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan: Command, machine: Path) -> None:
-    asked = ("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--json")
+    asked = ("--model", "gpt-2x192", "--hardware", machine, "--max-length", 64, "--json")
     fits, does_not = plan(*asked), plan(*asked, "--memory.host", "1MiB")
     assert (fits.returncode, fits.stderr, does_not.returncode, does_not.stderr) == (0, "", 1, "")
     answer: dict[str, Any] = json.loads(fits.stdout)
@@ -107,7 +107,10 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
             "is 3, which",
         ),
         (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
-        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "--batch-size is 99999999999"),
+        (
+            ("--model", "gpt2", "--hardware", "h100", "--per-device-train-batch-size", "99999999999"),
+            "--per-device-train-batch-size is 99999999999",
+        ),
         (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "--tile-limit is '1'"),
     ],
 )
@@ -121,7 +124,7 @@ def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str
 
 def test_a_search_of_degrees_names_flags_that_give_what_it_found(plan: Command) -> None:
     machine = ("--hardware", "v100-32gx8", "--gpus-per-node", 4)
-    asked = ("--model", "llama-15m", "--seq-len", 128, *machine, "--plan", "usual", "--json")
+    asked = ("--model", "llama-15m", "--max-length", 128, *machine, "--plan", "usual", "--json")
     found = json.loads(plan(*asked, "--search-degrees", "tensor", "pipeline").stdout)
     said = next(reason for reason in found["reasons"] if reason.startswith("degrees: "))
     flags = said.removeprefix("degrees: ").partition(".")[0].split()
@@ -136,7 +139,7 @@ def test_a_search_of_degrees_names_flags_that_give_what_it_found(plan: Command) 
 
 
 def test_the_largest_model_is_one_that_can_be_planned_and_trained_by_its_name(plan: Command, machine: Path) -> None:
-    asked = ("--max-model", "--hardware", machine, "--seq-len", 32, "--plan", "usual")
+    asked = ("--max-model", "--hardware", machine, "--max-length", 32, "--plan", "usual")
     memory = ("--memory.host", "90MiB", "--memory.ssd", "120MiB")
     done = plan(*asked, *memory)
     assert done.returncode == 0
@@ -166,7 +169,7 @@ def test_a_machine_that_was_not_measured_is_measured_for_its_first_plan(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("pagoda.calibrate.machine.calibrate", calibrate)
     monkeypatch.setattr("pagoda.forecast.forecast._measured", lambda _config, problem: problem.compute)
-    of = ("--model", "gpt-2x192", "--seq-len", 64, "--plan", "usual", "--json", "--memory.ssd", on_drive)
+    of = ("--model", "gpt-2x192", "--max-length", 64, "--plan", "usual", "--json", "--memory.ssd", on_drive)
     unknown = plan("--model", "gpt-2x", *of[2:])
     assert (unknown.returncode, asked) == (2, [])
     first, second = plan(*of), plan(*of)
@@ -189,7 +192,7 @@ def test_a_plan_names_the_ram_that_it_assumes_and_takes_another(plan: Command) -
 def test_a_plan_for_a_machine_that_was_not_measured_says_so_and_that_no_gpu_has_confirmed_one(
     plan: Command, machine: Path
 ) -> None:
-    of = ("--model", "gpt-2x192", "--seq-len", 64, "--plan", "usual")
+    of = ("--model", "gpt-2x192", "--max-length", 64, "--plan", "usual")
     named, measured = (" ".join(plan(*of, "--hardware", name).stdout.split()) for name in ("rtx4090", machine))
     assert "rtx4090 was not measured" in named
     assert "No run on a GPU has confirmed a plan yet." in named
@@ -200,6 +203,6 @@ def test_a_step_has_as_many_tokens_as_pagoda_train_gives_it(plan: Command) -> No
     of = ("--model", "llama-15m", "--hardware", "rtx4090", "--plan", "usual", "--json")
     tokens = [
         json.loads(plan(*of, *more).stdout)["tokens_per_step"]
-        for more in ((), ("--tokens-per-step", 4096), ("--batch-size", 2), ("--seq-len", 512))
+        for more in ((), ("--tokens-per-step", 4096), ("--per-device-train-batch-size", 2), ("--max-length", 512))
     ]
     assert tokens == [16384, 4096, 2048, 16384]

@@ -22,7 +22,7 @@ from pagoda.train.metrics import read_metrics
 from tests.cli.workspace import Workspace, curve
 from tests.tiny import write_model
 
-ADAPTED = ("--lora.rank", "4", "--lora.targets", "q_proj", "v_proj")
+ADAPTED = ("--lora-r", "4", "--lora-target-modules", "q_proj", "v_proj")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def work(model: Path, tmp_path: Path) -> Workspace:
-    usual: dict[str, Any] = {"steps": 4, "seq_len": 16, "precision": "fp32", "optim__lr": 1e-2, "memory__host": "1MiB"}
+    usual: dict[str, Any] = {
+        "max_steps": 4,
+        "max_length": 16,
+        "precision": "fp32",
+        "learning_rate": 1e-2,
+        "memory__host": "1MiB",
+    }
     (tmp_path / "eval.txt").write_text("pack my box with five dozen liquor jugs. " * 12)
-    usual |= {"optim__schedule": "constant", "eval_data": tmp_path / "eval.txt", "eval_every": 4}
-    return Workspace(tmp_path, model, **usual, checkpoint_every=2, quantize="4bit")
+    usual |= {"lr_scheduler_type": "constant", "eval_data": tmp_path / "eval.txt", "eval_steps": 4}
+    return Workspace(tmp_path, model, **usual, save_steps=2, load_in_4bit=True)
 
 
 def as_transformers_has_it(bits: str) -> Any:
@@ -60,14 +66,14 @@ def test_losses_are_those_of_the_model_that_transformers_quantizes_and_a_resumed
     pytest.importorskip(PACKAGES[bits])
     from peft import PeftModel
 
-    whole = work.train("whole", *ADAPTED, quantize=bits, eval_rows=256)
+    whole = work.train("whole", *ADAPTED, **{f"load_in_{bits}": True}, max_eval_samples=256)
     assert "Quantized: " in capsys.readouterr().out
-    work.train("cut", *ADAPTED, steps=2, quantize=bits)
-    assert main(work.resuming("cut", "--steps", "4")) == 0
+    work.train("cut", *ADAPTED, max_steps=2, **{f"load_in_{bits}": True})
+    assert main(work.resuming("cut", "--max-steps", "4")) == 0
     assert curve(work.metrics("cut")) == curve(whole)
     assert main(["export", str(work.root / "whole"), str(work.root / "adapter")]) == 0
 
-    generate = ["generate", str(work.root / "whole"), "--prompt", "pack my", "--tokens", "6"]
+    generate = ["generate", str(work.root / "whole"), "--prompt", "pack my", "--max-new-tokens", "6"]
     capsys.readouterr()
     assert main(generate) == 0
     written = capsys.readouterr().out
@@ -94,15 +100,29 @@ def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
     bits: Literal["4bit", "8bit"], model: Path, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(PACKAGES[bits])
-    work.train("run", *ADAPTED, steps=1, quantize=bits, precision="bf16", memory__host="16MiB")
+    work.train("run", *ADAPTED, max_steps=1, **{f"load_in_{bits}": True}, precision="bf16", memory__host="16MiB")
     units = json.loads((work.root / "run" / "plan.json").read_text())["units"]
-    asked: dict[str, Any] = {"model": str(model), "seq_len": 16, "accumulation_steps": 1, "precision": "bf16"}
-    asked["lora"] = LoraConfig(rank=4, targets=("q_proj", "v_proj"))
-    whole, planned = describe_model(PlanConfig(**asked)), describe_model(PlanConfig(**asked, quantize=bits))
+    asked: dict[str, Any] = {
+        "model": str(model),
+        "max_length": 16,
+        "gradient_accumulation_steps": 1,
+        "precision": "bf16",
+    }
+    asked["lora"] = LoraConfig(lora_r=4, lora_target_modules=("q_proj", "v_proj"))
+    whole, planned = (
+        describe_model(PlanConfig(**asked)),
+        describe_model(PlanConfig(**asked, **{f"load_in_{bits}": True})),
+    )
     assert planned.root.numel == sum(unit["parameters"] for unit in units)
     assert planned.root.numel < whole.root.numel / (2.5 if bits == "4bit" else 1.5)
     assert planned.params == whole.params
-    of_model = describe_model(PlanConfig(**{**asked, "lora": LoraConfig()})).params
+    of_model = describe_model(
+        PlanConfig(
+            **{
+                **asked,
+            }
+        )
+    ).params
     assert f"Plan: {of_model:,} parameters" in capsys.readouterr().out
     assert main(["export", str(work.root / "run"), str(work.root / "out"), "--merge"]) == 2
     assert re.search(r"quantized weights, .*without --merge.*merge_and_unload", capsys.readouterr().err)
@@ -120,21 +140,22 @@ def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and
     config = Qwen3MoeConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_experts=8, **sizes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(work.root / "moe")
-    usual: dict[str, Any] = {"model": work.root / "moe", "quantize": bits, "memory__host": "64MiB"}
-    flags = ("--lora.rank", "4", "--lora.targets", *targets)
+    usual: dict[str, Any] = {"model": work.root / "moe", **{f"load_in_{bits}": True}, "memory__host": "64MiB"}
+    flags = ("--lora-r", "4", "--lora-target-modules", *targets)
     kept = work.train("kept", *flags, **usual)
     assert curve(work.train("streamed", *flags, **usual, memory__device="cpu:400KiB")) == curve(kept)
-    work.train("cut", *flags, **usual, steps=2)
-    assert main(work.resuming("cut", "--steps", "4")) == 0
+    work.train("cut", *flags, **usual, max_steps=2)
+    assert main(work.resuming("cut", "--max-steps", "4")) == 0
     assert curve(work.metrics("cut")) == curve(kept)
 
     units = json.loads((work.root / "kept" / "plan.json").read_text())["units"]
     asked = PlanConfig(
         model=str(work.root / "moe"),
-        seq_len=16,
+        max_length=16,
         precision="fp32",
-        lora=LoraConfig(rank=4, targets=targets),
-        quantize=bits,
+        lora_r=4,
+        lora_target_modules=targets,
+        **{f"load_in_{bits}": True},
     )
     planned = describe_model(asked).root
     assert planned.numel == sum(unit["parameters"] for unit in units)
@@ -145,7 +166,7 @@ def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), "give --lora.rank too"),
+        ((), "give --lora-r too"),
         ((*ADAPTED, "--model", "llama-15m"), "--quantize is for pretrained weights, which 'llama-15m' lacks"),
     ],
 )
@@ -167,7 +188,7 @@ def test_a_model_that_is_in_4_bits_already_trains_from_its_packed_weights_or_fro
     AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.float32).save_pretrained(
         quantized
     )
-    usual: dict[str, Any] = {"steps": 1, "memory__host": "16MiB"}
+    usual: dict[str, Any] = {"max_steps": 1, "memory__host": "16MiB"}
     (expected,) = work.train("expected", *ADAPTED, **usual)
     (packed,) = work.train("packed", *ADAPTED, **usual, model=quantized)
     (values,) = work.train("values", *ADAPTED, **usual, model=quantized, quantize=None)
@@ -180,4 +201,4 @@ def test_without_bitsandbytes_the_message_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert main(work.args("run", *ADAPTED)) == 2
-    assert "--quantize 4bit needs bitsandbytes: pip install 'pagoda-train[quantized]'" in capsys.readouterr().err
+    assert "--load-in-4bit needs bitsandbytes: pip install 'pagoda-train[quantized]'" in capsys.readouterr().err

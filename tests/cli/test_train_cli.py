@@ -31,7 +31,7 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = work.root / "run" / "trace.json"
-    metrics = work.train("run", optim__lr=1e-2, trace=trace)
+    metrics = work.train("run", learning_rate=1e-2, trace=trace)
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     for line in metrics:
         assert set(line["stall_s"]) - {"data"} == set(line["bytes_moved"]) == LANES
@@ -61,22 +61,22 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
 
 
 def test_a_run_saves_at_its_end_unless_told_not_to(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    work.train("dropped", "--no-save-at-end", steps=1)
+    work.train("dropped", "--no-save-at-end", max_steps=1)
     assert not [*(work.root / "dropped").glob("checkpoint-*")]
     assert "no-save" not in capsys.readouterr().out, "the user knows"
 
 
 def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_checkpoint(work: Workspace) -> None:
-    settings = {"update": "async", "memory__host": "4MiB", "optim__schedule": "constant"}
-    metrics = work.train("run", steps=3, **settings)
+    settings = {"update": "async", "memory__host": "4MiB", "lr_scheduler_type": "constant"}
+    metrics = work.train("run", max_steps=3, **settings)
     for line in metrics:
         assert line["staleness"]
         for seen in line["staleness"].values():
             assert 0 <= seen["last"] <= seen["max"] <= 1
             assert seen["mean"] <= seen["max"]
-    assert main(work.resuming("run", "--steps", "5")) == 0
+    assert main(work.resuming("run", "--max-steps", "5")) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2, 3, 4, 5]
-    assert main(work.resuming("run", "--steps", "99", "--update", "sync")) == 2
+    assert main(work.resuming("run", "--max-steps", "99", "--update", "sync")) == 2
 
 
 def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
@@ -90,10 +90,13 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     first = work.root / "run" / "checkpoint-1"
     assert f"SIGINT: stops after step 1 and saves {first}. Another signal" in said.err
     assert "loses all steps" in said.err
-    assert f"pagoda train --resume --out {work.root / 'run'} --memory.ssd {work.ssd}" in said.out.replace("\n", "")
+    assert (
+        f"pagoda train --resume-from-checkpoint last --output-dir {work.root / 'run'} --memory.ssd {work.ssd}"
+        in said.out.replace("\n", "")
+    )
     assert [line["step"] for line in work.metrics("run")] == [1]
     assert (work.root / "run" / "checkpoint-1").is_dir()
-    assert main(work.resuming("run", "--steps", "2")) == 0
+    assert main(work.resuming("run", "--max-steps", "2")) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
 
 
@@ -102,7 +105,7 @@ def test_a_signal_is_answered_with_the_time_that_is_left_and_what_a_second_one_l
 ) -> None:
     with_metrics(monkeypatch, step_s=70.0)
     before_step(3, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch)
-    assert main(work.args("run", steps=5, checkpoint_every=2)) == 128 + signal.SIGTERM
+    assert main(work.args("run", max_steps=5, save_steps=2)) == 128 + signal.SIGTERM
     said = capfd.readouterr().err
     assert re.search(r"SIGTERM: stops after step 3, in about 70 s, and saves \S+checkpoint-3\. ", said)
     assert "loses the steps after checkpoint-2" in said
@@ -111,9 +114,9 @@ def test_a_signal_is_answered_with_the_time_that_is_left_and_what_a_second_one_l
 def test_a_run_that_was_killed_before_the_end_of_its_first_step_begins_with_resume(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(work.args("run", "--resume", steps=1)) == 0
+    assert main(work.args("run", "--resume-from-checkpoint", "last", max_steps=1)) == 0
     assert "has no run yet: it begins with its first step" in capsys.readouterr().out
-    assert main(work.args("run", "--resume", steps=2)) == 0
+    assert main(work.args("run", "--resume-from-checkpoint", "last", max_steps=2)) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
 
 
@@ -121,7 +124,7 @@ def test_a_signal_in_the_last_step_does_not_stop_the_last_evaluation(
     work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_the_first_batch(lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
-    assert main(work.args("run", "--eval-data", str(work.text), steps=1)) == 0
+    assert main(work.args("run", "--eval-data", str(work.text), max_steps=1)) == 0
     assert [line["step"] for line in read_metrics(work.root / "run" / "evals.jsonl")] == [0, 1]
     assert "Interrupted" not in capsys.readouterr().out
 
@@ -137,7 +140,7 @@ def test_a_signal_after_the_last_step_does_not_stop_the_last_checkpoint(
         wait(optimizer)
 
     monkeypatch.setattr(PagedOptimizer, "wait_for_checkpoint", interrupted)
-    assert main(work.args("run", steps=1)) == 0
+    assert main(work.args("run", max_steps=1)) == 0
     assert (work.root / "run" / "checkpoint-1").is_dir()
 
 
@@ -202,7 +205,7 @@ def test_a_model_whose_heads_do_not_fit_is_refused_where_its_plan_is_made_too(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (work.model / "config.json").write_text(json.dumps({**LLAMA, "num_key_value_heads": 3}))
-    machine = ("--hardware", "rtx4090", "--memory.host", "64MiB", "--seq-len", "32")
+    machine = ("--hardware", "rtx4090", "--memory.host", "64MiB", "--max-length", "32")
     assert main(["plan", "--model", str(work.model), *machine]) == 2
     assert re.fullmatch(r"pagoda: model .* fails in its first forward .* config\.json\n", capsys.readouterr().err)
 
@@ -210,26 +213,35 @@ def test_a_model_whose_heads_do_not_fit_is_refused_where_its_plan_is_made_too(
 def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_not_overwritten(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work.train("run", steps=2, checkpoint_every=1)
+    work.train("run", max_steps=2, save_steps=1)
     before = content_of(work.root / "run")
     (work.root / "other.txt").write_text("another text, as long as it takes. " * 20)
     for args, message in (
-        (work.args("run", steps=2), "--resume"),
-        (work.args("run", "--resume", steps=4, batch_size=3), "3 sequences a step, of which the run has 2"),
-        (work.args("run", "--resume", steps=4, data=work.root / "other.txt"), "another text"),
-        (["train", "--resume", "--out", str(work.root / "elsewhere")], "there is no run in"),
-        (work.args("elsewhere", "--resume", "--checkpoint", "best"), "there is no run in"),
+        (work.args("run", max_steps=2), "--resume-from-checkpoint", "last"),
+        (
+            work.args("run", "--resume-from-checkpoint", "last", max_steps=4, per_device_train_batch_size=3),
+            "3 sequences a step, of which the run has 2",
+        ),
+        (
+            work.args("run", "--resume-from-checkpoint", "last", max_steps=4, data=work.root / "other.txt"),
+            "another text",
+        ),
+        (
+            ["train", "--resume-from-checkpoint", "last", "--output-dir", str(work.root / "elsewhere")],
+            "there is no run in",
+        ),
+        (work.args("elsewhere", "--resume-from-checkpoint", "last", "--checkpoint", "best"), "there is no run in"),
     ):
         assert main(args) == 2
         assert message in capsys.readouterr().err
-    assert main(work.args("run", "--resume", steps=2)) == 0
+    assert main(work.args("run", "--resume-from-checkpoint", "last", max_steps=2)) == 0
     assert "has finished: 2 steps are done" in capsys.readouterr().out
     assert content_of(work.root / "run") == before
 
 
 RESUMED: dict[str, tuple[dict[str, str], str]] = {
-    "fp16": ({"precision": "fp16", "gradients": "fp32", "optim__decay": "matrices"}, "exp_avg_sq"),
-    "a class of torch": ({"optimizer": "Adagrad"}, "sum"),
+    "fp16": ({"precision": "fp16", "gradients": "fp32", "weight_decay_on": "matrices"}, "exp_avg_sq"),
+    "a class of torch": ({"optim": "Adagrad"}, "sum"),
 }
 
 
@@ -238,15 +250,24 @@ def test_a_run_resumes_in_another_memory_split_to_the_same_bits(
     case: str, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings, said = RESUMED[case]
-    settings = {**settings, "optim__schedule": "constant"}
+    settings = {**settings, "lr_scheduler_type": "constant"}
     whole = work.train("whole", **settings)
     assert said in capsys.readouterr().out
     if case == "fp16":  # from a scale that overflows at first: random weights have large gradients with so few tokens
         assert {line["loss_scale"] for line in whole} <= {2.0**power for power in range(17)}
         assert [line["grad_norm"] is None for line in whole] == [line["skipped"] for line in whole]
         assert not whole[-1]["skipped"]
-    work.train("parts", steps=3, checkpoint_every=3, memory__host="1GiB", memory__ssd=None, **settings)
-    resumed = ["--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS), "--memory.unit-limit", "64KiB"]
+    work.train("parts", max_steps=3, save_steps=3, memory__host="1GiB", memory__ssd=None, **settings)
+    resumed = [
+        "--resume-from-checkpoint",
+        "last",
+        "--output-dir",
+        str(work.root / "parts"),
+        "--max-steps",
+        str(STEPS),
+        "--memory.unit-limit",
+        "64KiB",
+    ]
     assert main(["train", *resumed, "--memory.host", "1MiB", "--memory.ssd", str(work.ssd)]) == 0
     assert curve(work.metrics("parts")) == curve(whole)
 
@@ -255,7 +276,7 @@ def test_what_a_second_placement_moves_is_said_and_in_the_plan(
     work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"memory__device": "cpu:4MiB", "memory__host": "16MiB", "memory__adapt_after": 1}
-    work.train("run", steps=2, **settings)
+    work.train("run", max_steps=2, **settings)
     said = capsys.readouterr().out.replace("\n", " ")
     moved = "After 1 step, activations and all else but pages had taken "
     assert said.index("step 1/2") < said.index(moved) < said.index("step 2/2")

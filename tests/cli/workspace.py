@@ -29,13 +29,13 @@ class Workspace:
             write_model(self.model, num_hidden_layers=2)
         self.text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
         self._usual: dict[str, object] = {
-            "model": self.model, "data": self.text, "steps": STEPS, "batch_size": 2, "seq_len": 32, "optim__lr": 3e-3,
+            "model": self.model, "data": self.text, "max_steps": STEPS, "per_device_train_batch_size": 2, "max_length": 32, "learning_rate": 3e-3,
             "memory__host": "1MiB", "memory__ssd": self.ssd, "precision": "bf16", **usual,
         }  # fmt: skip
 
     def args(self, out: str, /, *flags: str, **changes: object) -> list[str]:
         """The command line of a run in `out`; `changes` replace flags of the same name."""
-        settings = {**self._usual, "out": self.root / out, **changes}
+        settings = {**self._usual, "output_dir": self.root / out, **changes}
         names = {name: name.replace("__", ".").replace("_", "-") for name in settings}
         given = ((f"--{names[name]}", str(value)) for name, value in settings.items() if value is not None)
         return ["train", *(part for pair in given for part in pair), *flags]
@@ -48,7 +48,7 @@ class Workspace:
     def resuming(self, out: str, /, *flags: str) -> list[str]:
         """The command line that continues a run, with the directory of its pages."""
         ssd = ["--memory.ssd", str(self.ssd)] if self._usual["memory__ssd"] else []
-        return ["train", "--resume", "--out", str(self.root / out), *ssd, *flags]
+        return ["train", "--resume-from-checkpoint", "last", "--output-dir", str(self.root / out), *ssd, *flags]
 
     def metrics(self, out: str) -> list[dict[str, Any]]:
         return read_metrics(self.root / out / "metrics.jsonl")

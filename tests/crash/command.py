@@ -106,9 +106,24 @@ def warm_up() -> None:
     with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
         start, run = start_in(Path(path)), f"{path}/run"
         (Path(path) / "ssd0").mkdir()
-        assert main([*start, "--out", f"{path}/ram"]) == 0
-        assert main([*start, *PAGED, "--memory.ssd", f"{path}/ssd0", "--out", run, "--steps", "2"]) == 0
-        assert main(["train", "--resume", "--out", run, "--memory.ssd", f"{path}/ssd0", "--steps", "3"]) == 0
+        assert main([*start, "--output-dir", f"{path}/ram"]) == 0
+        assert main([*start, *PAGED, "--memory.ssd", f"{path}/ssd0", "--output-dir", run, "--max-steps", "2"]) == 0
+        assert (
+            main(
+                [
+                    "train",
+                    "--resume-from-checkpoint",
+                    "last",
+                    "--output-dir",
+                    run,
+                    "--memory.ssd",
+                    f"{path}/ssd0",
+                    "--max-steps",
+                    "3",
+                ]
+            )
+            == 0
+        )
         assert main(["export", run, f"{path}/exported"]) == 0
         assert main(["inspect", run, "--verify"]) == 0
         digest_of(Path(run))

@@ -36,9 +36,9 @@ class Scenarios:
             "in RAM": World(commands, folder / "ram"),
             "on a drive": World(commands, folder / "drive", drives=1),
             "on two drives": World(commands, folder / "drives", drives=2),
-            "on a drive, copied": World(commands, folder / "copied", 1, ("--keep-checkpoints", "0")),
-            "in RAM, unclipped": World(commands, folder / "unclipped", 0, ("--clip-grad-norm", "None")),
-            "on a drive, unclipped": World(commands, folder / "drive2", 1, ("--clip-grad-norm", "None")),
+            "on a drive, copied": World(commands, folder / "copied", 1, ("--save-total-limit", "0")),
+            "in RAM, unclipped": World(commands, folder / "unclipped", 0, ("--max-grad-norm", "0")),
+            "on a drive, unclipped": World(commands, folder / "drive2", 1, ("--max-grad-norm", "0")),
             "beside a device": World(
                 commands, folder / "device", 1, ("--memory.device", "cpu:128KiB", "--memory.host", "170KiB")
             ),
@@ -57,7 +57,7 @@ class Scenarios:
         world, started = self[start]
         if command == "exporting":
             return world, world.record(["export", str(world.run_dir), str(world.root / "exported")], started.end())
-        args = [*world.resume, "--keep-checkpoints", "4"] if command == "growing" else world.resume
+        args = [*world.resume, "--save-total-limit", "4"] if command == "growing" else world.resume
         recording = world.record(args, half_way(started, world))
         assert recording.digest == started.digest
         return world, recording
@@ -169,7 +169,7 @@ def test_a_run_whose_disk_failed_ends_with_the_same_bits_on_a_healthy_one(
     """A call fails, or all do from one on; and then, perhaps, power is lost too."""
     world, recording = scenarios[name]
     args = world.start if name in scenarios.worlds else world.resume
-    args = [*args, "--keep-checkpoints", "4"] if name.startswith("growing") else args
+    args = [*args, "--save-total-limit", "4"] if name.startswith("growing") else args
     before = next(recording.images({(0, "all is kept")}))[1]
 
     def check(first: int, length: int, error: int, loss: str) -> None:
@@ -286,7 +286,17 @@ def test_a_harmed_run_is_refused_or_ends_with_its_bits(name: str, kind: str, man
 def other_run(world: World, out: str, drives: str) -> None:
     """Another run, which has the drives to itself for a while."""
     memory = ",".join(str(world.root / drive) for drive in drives.split(","))
-    args = [*world.start, "--seed", "5", "--steps", "1", "--out", str(world.root / out), "--memory.ssd", memory]
+    args = [
+        *world.start,
+        "--seed",
+        "5",
+        "--max-steps",
+        "1",
+        "--output-dir",
+        str(world.root / out),
+        "--memory.ssd",
+        memory,
+    ]
     world.pagoda(args, run=world.root / out).check(0)
 
 
@@ -320,7 +330,9 @@ def test_a_run_outlives_moves_and_other_runs(name: str, scenarios: Scenarios) ->
     happens(world)
     ssd = ",".join(str(world.root / drive) for drive in (drives or "ssd0,ssd1").split(","))
     run = world.root / out
-    done = world.pagoda(["train", "--resume", "--out", str(run), "--memory.ssd", ssd], run=run).check(0)
+    done = world.pagoda(
+        ["train", "--resume-from-checkpoint", "last", "--output-dir", str(run), "--memory.ssd", ssd], run=run
+    ).check(0)
     assert done.resumed_after == STEPS - 1, str(done)
     assert done.digest == expected, f"OTHER BITS\n{done}"
     if not drives:

@@ -119,13 +119,13 @@ def in_a_fork(folder: Path, work: Callable[[], int]) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
-    """The flags of a run without its --out, and what it ends with."""
+    """The flags of a run without its --output-dir, and what it ends with."""
     folder = tmp_path_factory.mktemp("whole")
     model, text = write_model(folder / "model", hidden_size=32, num_hidden_layers=2), write_text(folder / "text")
-    flags = f"train --model {model} --data {text} --steps {STEPS} --batch-size 2 --seq-len 16 --eval-share 0.2"
-    flags += f" --eval-every {EVERY} --checkpoint-every {EVERY} --plan usual --cache {folder / 'cache'}"
-    flags += " --memory.host 64MiB --optim.schedule constant"
-    assert main([*flags.split(), "--out", str(folder / "run")]) == 0
+    flags = f"train --model {model} --data {text} --max-steps {STEPS} --per-device-train-batch-size 2 --max-length 16 --eval-share 0.2"
+    flags += f" --eval-steps {EVERY} --save-steps {EVERY} --plan usual --cache {folder / 'cache'}"
+    flags += " --memory.host 64MiB --lr-scheduler-type constant"
+    assert main([*flags.split(), "--output-dir", str(folder / "run")]) == 0
     return flags.split(), digest_of(folder / "run")
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_bits(
 
     def struck() -> int:
         strike(phase, FAULTS[fault])
-        return main([*flags, "--out", str(run)])
+        return main([*flags, "--output-dir", str(run)])
 
     code, errors = in_a_fork(tmp_path, struck)
     assert "Traceback" not in errors
@@ -149,9 +149,16 @@ def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_bits(
     assert code == 0 or fault not in GOES_ON
     if not (run / "config.json").exists():
         shutil.rmtree(run, ignore_errors=True)
-        code, errors = in_a_fork(tmp_path, lambda: main([*flags, "--out", str(run)]))
+        code, errors = in_a_fork(tmp_path, lambda: main([*flags, "--output-dir", str(run)]))
     else:
-        again = ["train", "--resume", "--out", str(run), *flags[flags.index("--cache") :][:2]]
+        again = [
+            "train",
+            "--resume-from-checkpoint",
+            "last",
+            "--output-dir",
+            str(run),
+            *flags[flags.index("--cache") :][:2],
+        ]
         code, errors = in_a_fork(tmp_path, lambda: main(again))
     assert code == 0, errors
     assert digest_of(run) == expected

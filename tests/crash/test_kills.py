@@ -34,7 +34,7 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(
     name: str, kills: int, commands: Commands, tmp_path: Path
 ) -> None:
     drives, extra = MODES[name]
-    world = World(commands, tmp_path / "world", drives, (*extra, "--steps", str(STEPS)))
+    world = World(commands, tmp_path / "world", drives, (*extra, "--max-steps", str(STEPS)))
     draw, killed = random.Random(name), 0
     world.fresh()
     began = time.monotonic()

@@ -19,9 +19,21 @@ from tests.tiny import write_model, write_text
 
 STEPS = 3
 SETTINGS = [
-    *("train", "--steps", str(STEPS), "--batch-size", "1", "--seq-len", "8", "--seed", "3", "--clip-grad-norm", "1.0"),
+    *(
+        "train",
+        "--max-steps",
+        str(STEPS),
+        "--per-device-train-batch-size",
+        "1",
+        "--max-length",
+        "8",
+        "--seed",
+        "3",
+        "--max-grad-norm",
+        "1.0",
+    ),
     *("--precision", "bf16"),
-    *("--checkpoint-every", "1", "--keep-checkpoints", "2", "--plan", "usual"),
+    *("--save-steps", "1", "--save-total-limit", "2", "--plan", "usual"),
 ]
 PAGED = ["--memory.host", "150KiB", "--memory.unit-limit", "16KiB", "--memory.page-size", "4KiB"]
 CHECKPOINT = re.compile(r"run/checkpoint-(\d+)")
@@ -147,11 +159,11 @@ class World:
     def start(self) -> list[str]:
         """The command that starts the run."""
         memory = [*PAGED, *self._ssd] if self.drives else []
-        return [*self.commands.start, *memory, *self.extra, "--out", str(self.run_dir)]
+        return [*self.commands.start, *memory, *self.extra, "--output-dir", str(self.run_dir)]
 
     @property
     def resume(self) -> list[str]:
-        return ["train", "--resume", "--out", str(self.run_dir), *self._ssd]
+        return ["train", "--resume-from-checkpoint", "last", "--output-dir", str(self.run_dir), *self._ssd]
 
     @property
     def _ssd(self) -> list[str]:

@@ -104,7 +104,7 @@ def mixture() -> tuple[nn.Module, Any]:
     # transformers' default kernel calls histc with integers, which the CPU's kernels do not take.
     model.set_experts_implementation("batched_mm")
     memory = pagoda.Memory(device="384KiB", host="64MiB", page_size=4096)
-    return pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh, clip_grad_norm=1.0, precision="bf16")
+    return pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh, max_grad_norm=1.0, precision="bf16")
 
 
 def divided(stage: int | None) -> tuple[nn.Module, Any]:
@@ -112,7 +112,7 @@ def divided(stage: int | None) -> tuple[nn.Module, Any]:
     mesh = None if stage is None else pagoda.open_mesh(stage=stage)
     memory = pagoda.Memory(device="336KiB", host="64MiB", page_size=4096, unit_limit="64KiB")
     model = Recipe("llama").build()
-    return pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32", mesh=mesh, clip_grad_norm=1.0)
+    return pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32", mesh=mesh, max_grad_norm=1.0)
 
 
 def trained(model: nn.Module, optimizer: Any, rank: int, size: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def test_threads_that_add_a_gradient_share_buffers_without_a_race() -> None:
             linear,
             pagoda.AdamW(),
             memory=pagoda.Memory(device=at, host="256MiB"),
-            accumulation_steps=3,
+            gradient_accumulation_steps=3,
             precision="bf16",
         )
         x = torch.randn(3, 2048, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
@@ -197,10 +197,10 @@ def test_threads_that_add_a_gradient_share_buffers_without_a_race() -> None:
 @pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
 def test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(placement: str, tmp_path: Path) -> None:
     recipe = Recipe("llama")
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = recipe.build()
     tiers = memory(placement, tmp_path, recipe)
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=tiers, clip_grad_norm=1.0, precision="bf16")
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=tiers, max_grad_norm=1.0, precision="bf16")
     inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
     for step in range(4):
         if step == 2:
@@ -208,7 +208,7 @@ def test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(placement: str,
         loss_of(model(**inputs)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.drain()
+    optimizer.synchronize()
     counts = native.take_counts()
     assert counts.pop("aten::_local_scalar_dense", 0) <= 2  # transformers looks into each forward's positions
     assert counts["d2h"] > 0

@@ -8,7 +8,6 @@ import pytest
 from pagoda.forecast.activations import ActivationEstimate, estimate_activations
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
-from pagoda.models.lora import LoraConfig
 from tests.tiny import write_model
 
 HIDDEN, FFN, VOCAB = 64, 128, 4096
@@ -19,7 +18,7 @@ ON_THEIR_WAY = 2 * 4 * HIDDEN * FFN
 
 def estimated(folder: Path, tokens: int, tied: bool = True, **changes: Any) -> ActivationEstimate:
     model = write_model(folder, hidden_size=HIDDEN, intermediate_size=FFN, vocab_size=VOCAB, tie_word_embeddings=tied)
-    described = describe_model(PlanConfig(model=model, seq_len=16, **changes), count_flops=False)
+    described = describe_model(PlanConfig(model=model, max_length=16, **changes), count_flops=False)
     return estimate_activations(described, tokens, 4, "recompute", chunked_loss=False)
 
 
@@ -41,7 +40,7 @@ def test_a_head_of_its_own_waits_for_nothing(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_have_no_gradients(tmp_path: Path) -> None:
-    adapters = estimated(tmp_path, tokens=1, lora=LoraConfig(rank=2))
+    adapters = estimated(tmp_path, tokens=1, lora_r=2)
     assert adapters.total < HEAD // 2
 
 
@@ -50,7 +49,11 @@ def test_sequence_tiles_take_the_width_of_the_mlp_out_of_the_peak(tmp_path: Path
     whole = estimated(tmp_path, tokens=tokens)
     model = write_model(tmp_path, hidden_size=HIDDEN, intermediate_size=FFN, vocab_size=VOCAB)
     config = PlanConfig(
-        model=model, batch_size=tokens // 16, seq_len=16, precision="fp32", sequence_tiles=tokens // piece
+        model=model,
+        per_device_train_batch_size=tokens // 16,
+        max_length=16,
+        precision="fp32",
+        sequence_tiles=tokens // piece,
     )
     described = describe_model(config, count_flops=False)
     tiled = estimate_activations(described, tokens, 4, "recompute", False, config.tile_tokens, config.piece_tokens)

@@ -32,25 +32,25 @@ MACHINES = {
     "ranks": Machine(find_machine("a100-40gx8"), False, Ranks(8, 8)),
 }
 ASKED = [
-    (machine, f"--seq-len 128 {flags}")
+    (machine, f"--max-length 128 {flags}")
     for machine, flags in [
         ("cpu", "--model gpt-4x256 --memory.host 150MiB"),
         ("cpu", "--model gpt-4x256 --memory.host 150MiB --update async"),
-        ("cpu", "--model llama-15m --memory.host 60MiB --lora.rank 4"),
+        ("cpu", "--model llama-15m --memory.host 60MiB --lora-r 4"),
         ("cpu", "--model gpt-4x256 --memory.host 60MiB --memory.ssd 10MiB"),
         ("cpu", "--model gpt-4x256 --memory.host 1MiB"),
-        ("cpu", "--model gpt-4x256 --memory.host 1MiB --optimizer muon"),
+        ("cpu", "--model gpt-4x256 --memory.host 1MiB --optim muon"),
         ("no drive", "--model gpt-4x256 --memory.host 100MiB"),
-        ("gpu", "--model gpt-4x256 --optimizer lion --accumulation-steps 2"),
+        ("gpu", "--model gpt-4x256 --optim lion --gradient-accumulation-steps 2"),
         ("gpu", "--model gpt-4x256 --memory.device 8MiB"),
         ("ranks", "--model gpt-4x256 --memory.host 1MiB"),
     ]
 ]
 MORE = [
-    (machine, f"--seq-len 128 --model gpt-4x256 {flags}")
+    (machine, f"--max-length 128 --model gpt-4x256 {flags}")
     for machine, flags in [
         ("cpu", "--memory.host 150MiB --precision fp16"),
-        ("cpu", "--memory.host 150MiB --clip-grad-norm None --batch-size 4"),
+        ("cpu", "--memory.host 150MiB --max-grad-norm 0 --per-device-train-batch-size 4"),
         ("gpu", ""),
         ("ranks", ""),
     ]
@@ -89,35 +89,35 @@ def test_advice_that_is_followed_is_accepted_and_gives_what_it_says(machine: str
 
 
 @pytest.mark.parametrize(("machine", "flags"), [
-    ("cpu", "--batch-size 64 --activations keep"),
-    ("no drive", "--batch-size 64 --activations keep"),
-    ("gpu", "--activations keep --batch-size 32"),
-    ("gpu", "--batch-size 512 --sequence-tiles auto"),
+    ("cpu", "--per-device-train-batch-size 64 --activations keep"),
+    ("no drive", "--per-device-train-batch-size 64 --activations keep"),
+    ("gpu", "--activations keep --per-device-train-batch-size 32"),
+    ("gpu", "--per-device-train-batch-size 512 --sequence-tiles auto"),
 ])  # fmt: skip
 def test_what_activations_without_room_are_advised_is_accepted(machine: str, flags: str) -> None:
-    flags = f"--model gpt-4x256 --seq-len 1024 {flags}"
+    flags = f"--model gpt-4x256 --max-length 1024 {flags}"
     refused = made(machine, flags)
     assert isinstance(refused.refusal, BudgetError)
     advice = str(refused.refusal).partition("pages. Use ")[2]
     before = refused.activations.total
     tried = {
-        "--seq-len": "128",
-        "--batch-size": "1",
+        "--max-length": "128",
+        "--per-device-train-batch-size": "1",
         "--activations": "recompute+offload",
         "--sequence-tiles": "auto",
     }
     named = [name for name in tried if f"{name} " in f"{advice} ".replace(",", " ").replace(".", " ")]
-    assert "--seq-len" in named
+    assert "--max-length" in named
     for name in named:
         other = made(machine, f"{flags} {name} {tried[name]}")
         assert other.activations.total <= before
         assert not isinstance(other.refusal, ConfigError) or isinstance(other.refusal, BudgetError)
 
 
-@pytest.mark.parametrize("flags", ["--lora.rank 4", "--optimizer adafactor"])
+@pytest.mark.parametrize("flags", ["--lora-r 4", "--optim adafactor"])
 def test_tiles_are_advised_only_where_they_are_accepted(flags: str) -> None:
     """A large layer on a small device."""
-    asked = "--model llama-15m --seq-len 128 --memory.device 8MiB"
+    asked = "--model llama-15m --max-length 128 --memory.device 8MiB"
     assert "--tile-limit" not in str(made("gpu", f"{asked} {flags}").refusal)
     assert "tile_limit" in str(made("gpu", asked).refusal)
     made("gpu", f"{asked} --tile-limit 1MiB")

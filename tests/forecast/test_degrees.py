@@ -24,7 +24,7 @@ GB = 10**9
 
 
 def named(**settings: Any) -> PlanConfig:
-    asked = {"model": "gpt-1b", "hardware": "v100-32gx8", "batch_size": 1, "seq_len": 1024}
+    asked = {"model": "gpt-1b", "hardware": "v100-32gx8", "per_device_train_batch_size": 1, "max_length": 1024}
     asked |= {"plan": "usual", "precision": "bf16"}
     return PlanConfig(**{**asked, **settings})
 
@@ -34,7 +34,7 @@ def named(**settings: Any) -> PlanConfig:
 
 @pytest.mark.parametrize(("name", "ranks"), [("gpt-1b", 4), ("llama-8b", 8), ("llama-15m", 2)])
 def test_ranks_together_have_every_matrix_once_and_do_its_flops(name: str, ranks: int) -> None:
-    whole = describe_model(named(model=name, seq_len=64))
+    whole = describe_model(named(model=name, max_length=64))
     part = tensor_part_of(whole, ranks)
     divided = 0
     for before, after in zip(whole.root.walk(), part.root.walk(), strict=True):
@@ -64,11 +64,11 @@ def test_ranks_together_have_every_matrix_once_and_do_its_flops(name: str, ranks
 )
 def test_what_cannot_be_divided_is_refused(name: str, ranks: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        tensor_part_of(describe_model(named(model=name, seq_len=64)), ranks)
+        tensor_part_of(describe_model(named(model=name, max_length=64)), ranks)
 
 
 def test_each_layer_adds_up_twice_in_each_of_three_passes() -> None:
-    config = named(tensor_parallel=4, batch_size=2)
+    config = named(tensor_parallel=4, per_device_train_batch_size=2)
     made = forecast(config, find_machine_for(config))
     sums = [span for span in made.timeline.spans if span.name.startswith("sum ")]
     assert len(sums) == 2 * 20 * 3  # layers are recomputed
@@ -81,8 +81,8 @@ def test_each_layer_adds_up_twice_in_each_of_three_passes() -> None:
 
 
 def test_parameters_that_an_optimizer_takes_whole_are_stored_whole_and_their_gradients_gathered() -> None:
-    whole, config = describe_model(named()), named(tensor_parallel=4, optimizer="muon")
-    made, parts = (forecast(each, find_machine_for(each)) for each in (config, replace(config, optimizer="adamw")))
+    whole, config = describe_model(named()), named(tensor_parallel=4, optim="muon")
+    made, parts = (forecast(each, find_machine_for(each)) for each in (config, replace(config, optim="adamw")))
     assert made.described.params == whole.params
     assert made.described.forward_flops == parts.described.forward_flops
     gathers = [span for span in made.timeline.spans if span.name.startswith("gradients ")]
@@ -120,7 +120,7 @@ def test_stages_share_the_network_only_where_they_are_on_different_nodes() -> No
 
 def test_a_stage_takes_no_less_than_its_compute_and_what_it_hands_on() -> None:
     micro_batches = 3
-    config = named(pipeline_parallel=4, accumulation_steps=micro_batches, seq_len=512)
+    config = named(pipeline_parallel=4, gradient_accumulation_steps=micro_batches, max_length=512)
     made = forecast_pipeline(config, find_machine_for(config))
     hidden = 2 * 512 * 2048
     for number, stage in enumerate(made.stages):
@@ -138,7 +138,7 @@ def test_a_stage_takes_no_less_than_its_compute_and_what_it_hands_on() -> None:
 
 
 def test_stages_of_one_rank_hand_on_too() -> None:
-    config = named(pipeline_parallel=8, accumulation_steps=2)
+    config = named(pipeline_parallel=8, gradient_accumulation_steps=2)
     made = forecast_pipeline(config, find_machine_for(config))
     assert all(stage.machine.ranks.count == 1 for stage in made.stages)
     assert all(any(span.name.startswith("send") for span in stage.timeline.spans) for stage in made.stages)
@@ -164,10 +164,10 @@ SEARCHES = [
     (
         named(
             model="llama-15m",
-            seq_len=128,
+            max_length=128,
             search_degrees=("tensor", "pipeline", "replicas"),
             gpus_per_node=2,
-            accumulation_steps=2,
+            gradient_accumulation_steps=2,
         ),
         2,
     ),
@@ -177,7 +177,7 @@ SEARCHES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        named(model="mixtral-15m", seq_len=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=4),
+        named(model="mixtral-15m", max_length=128, search_degrees=("expert", "pipeline", "tensor"), gpus_per_node=4),
         4,
         marks=pytest.mark.slow,
     ),
@@ -194,7 +194,7 @@ def test_the_search_finds_what_trying_every_way_finds(config: PlanConfig, count:
     for degrees in product(sizes, repeat=len(searched)):
         asked = replace(plain, **dict(zip(searched, degrees, strict=True)))
         shared = asked.tensor_parallel * asked.pipeline_parallel
-        made = planned(replace(asked, accumulation_steps=config.accumulation_steps * shared))
+        made = planned(replace(asked, gradient_accumulation_steps=config.gradient_accumulation_steps * shared))
         if made is not None:
             rates[degrees] = made.tokens_per_s
     assert len(rates) > 2
@@ -205,4 +205,4 @@ def test_the_search_finds_what_trying_every_way_finds(config: PlanConfig, count:
     assert made.tokens_per_s == pytest.approx(rates[chosen])
     flags = f"--tensor-parallel {found.tensor_parallel} --pipeline-parallel {found.pipeline_parallel}"
     assert flags in said[0]
-    assert f"--accumulation-steps {found.accumulation_steps}" in said[0]
+    assert f"--gradient-accumulation-steps {found.gradient_accumulation_steps}" in said[0]

@@ -12,7 +12,6 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import HEAD, exchanged_elements, forward_flops, module_spec, tiled
 from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
-from pagoda.models.lora import LoraConfig
 from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_of_step
 from pagoda.plan.units import ModuleSpec, discover, forward_uses, layers_of
 from pagoda.prepare.construct import describe
@@ -115,7 +114,9 @@ def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, 
         Tiling(whole, most)
         flops, root = counting.forward_flops(whole, 2, 32), describe(whole)
     limit = None if most is None else 2 * most
-    described = describe_model(PlanConfig(model=name, batch_size=2, seq_len=32, tile_limit=limit, precision="bf16"))
+    described = describe_model(
+        PlanConfig(model=name, per_device_train_batch_size=2, max_length=32, tile_limit=limit, precision="bf16")
+    )
     assert described.root == root
     assert list(described.forward_flops.items()) == list(flops.items())
     assert described.layers == len(layers_of(root))
@@ -127,20 +128,22 @@ def test_a_model_is_built_once_for_what_its_description_depends_on(
     built: list[str] = []
     monkeypatch.setattr("pagoda.models.build_model", lambda name, **of: built.append(name) or build_model(name, **of))
     one, wider = (write_model(tmp_path / name, hidden_size=size) for name, size in (("a", 88), ("c", 96)))
-    first = describe_model(PlanConfig(model=one, seq_len=32, precision="bf16"))
-    assert describe_model(PlanConfig(model=one, seq_len=32, accumulation_steps=2, precision="bf16")) == first
+    first = describe_model(PlanConfig(model=one, max_length=32, precision="bf16"))
+    assert (
+        describe_model(PlanConfig(model=one, max_length=32, gradient_accumulation_steps=2, precision="bf16")) == first
+    )
     assert built == [one]
     others = (
-        PlanConfig(model=wider, seq_len=32, precision="bf16"),
-        PlanConfig(model=one, seq_len=16, precision="bf16"),
-        PlanConfig(model=one, seq_len=32, batch_size=2, precision="bf16"),
+        PlanConfig(model=wider, max_length=32, precision="bf16"),
+        PlanConfig(model=one, max_length=16, precision="bf16"),
+        PlanConfig(model=one, max_length=32, per_device_train_batch_size=2, precision="bf16"),
     )
     assert all(describe_model(other).step_flops != first.step_flops for other in others)
-    adapted = describe_model(PlanConfig(model=one, seq_len=32, lora=LoraConfig(rank=2), precision="bf16"))
+    adapted = describe_model(PlanConfig(model=one, max_length=32, lora_r=2, precision="bf16"))
     assert adapted.params > first.params
     assert built == [one, wider, one, one]
     write_model(tmp_path / "a", hidden_size=104)
-    assert describe_model(PlanConfig(model=one, seq_len=32, precision="bf16")).hidden == 104
+    assert describe_model(PlanConfig(model=one, max_length=32, precision="bf16")).hidden == 104
 
 
 @pytest.mark.parametrize("name", ["gpt-13b", "t5-58b"])

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from pagoda.config.memory import Memory
-from pagoda.config.run import StatesConfig
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.advice import advise
@@ -35,7 +34,7 @@ from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.second_placement import left_for_pages
 from pagoda.plan.traffic import exchanges_at
-from pagoda.prepare.construct import init
+from pagoda.prepare.construct import deferred_init
 from pagoda.simulate.hardware import Figure, MatmulRate
 from pagoda.simulate.machines import find_machine
 
@@ -47,7 +46,7 @@ HERE_NOT = Machine(SMALL, here=False)
 @cache
 def made(machine: Machine = HERE_NOT, **settings: Any) -> Forecast:
     memory = {name: settings.pop(name) for name in ("host", "ssd", "device", "adapt_after") if name in settings}
-    config = {"model": "gpt-4x256", "seq_len": 128, "memory": Memory(**memory)} | settings
+    config = {"model": "gpt-4x256", "max_length": 128, "memory": Memory(**memory)} | settings
     return forecast(PlanConfig(**{"precision": "bf16", **config}), machine)
 
 
@@ -66,7 +65,7 @@ def test_a_model_that_fits_has_every_figure() -> None:
 
 def test_ranks_that_divide_sequences_have_a_part_of_the_tokens_and_of_the_work() -> None:
     machine = find_machine_for(PlanConfig(model="gpt-4x256", hardware="h100x8", gpus_per_node=4, precision="bf16"))
-    whole, part = made(machine, seq_len=512), made(machine, seq_len=512, sequence_parallel=4)
+    whole, part = made(machine, max_length=512), made(machine, max_length=512, sequence_parallel=4)
     assert part.tokens_per_step * 4 == whole.tokens_per_step
     assert part.described.step_flops * 4 == pytest.approx(whole.described.step_flops)
     assert part.activations.saved * 4 == whole.activations.saved
@@ -163,24 +162,24 @@ def test_advice_is_what_planning_with_it_gives() -> None:
 
 def test_moments_of_8_bits_are_advised_where_they_help() -> None:
     tight = made(host="150MiB", plan="usual")
-    eight = made(host="150MiB", plan="usual", optim=StatesConfig(moments="8bit"))
+    eight = made(host="150MiB", plan="usual", moments="8bit")
     assert eight.tokens_per_s > 1.5 * tight.tokens_per_s
-    line = next(line for line in advise(tight) if line.startswith("8-bit moments (--optim.moments 8bit)"))
+    line = next(line for line in advise(tight) if line.startswith("8-bit moments (--moments 8bit)"))
     assert f"{format_rate(eight.tokens_per_s)} tokens/s" in line
     assert not any("8-bit" in line for line in advise(eight))
 
 
 def test_state_lives_on_a_gpu_that_has_room_for_it_where_that_is_not_slower() -> None:
-    one = made(Machine(find_machine("a100-80gx8"), False, Ranks(8, 8)), batch_size=4096)
+    one = made(Machine(find_machine("a100-80gx8"), False, Ranks(8, 8)), per_device_train_batch_size=4096)
     assert one.timeline.binding_lane == "compute"
     homes = [home for (_, state), home in one.plan.placement.homes.items() if state == "exp_avg"]
     assert homes.count("device") == len(homes) - 1, "all but the last unit"
 
 
 def test_adapters_are_planned_as_they_train() -> None:
-    whole, one = (made(model="llama-15m", lora=LoraConfig(rank=rank)) for rank in (None, 4))
-    with init():
-        built = add_adapters(build_model("llama-15m", seq_len=128), LoraConfig(rank=4))
+    whole, one = (made(model="llama-15m", lora_r=rank) for rank in (None, 4))
+    with deferred_init():
+        built = add_adapters(build_model("llama-15m", seq_len=128), LoraConfig(lora_r=4))
     trained = sum(param.numel() for param in built.parameters() if param.requires_grad)
     slots = (slot.param for unit in one.plan.units for slot in unit.slots)
     assert sum(param.numel for param in slots if param.trainable) == trained
@@ -188,9 +187,9 @@ def test_adapters_are_planned_as_they_train() -> None:
     assert one.described.step_flops == pytest.approx(2 / 3 * whole.described.step_flops, rel=0.1)
     assert one.activations.gradients < whole.activations.gradients
     with pytest.raises(ConfigError, match="is for models of transformers"):
-        made(lora=LoraConfig(rank=4), model="gpt-1b")
+        made(lora_r=4, model="gpt-1b")
     with pytest.raises(ConfigError, match="casts the linear layer of a router"):
-        made(lora=LoraConfig(rank=4, targets=("all-linear",)), model="t5-moe-15m")
+        made(lora_r=4, lora_target_modules=("all-linear",), model="t5-moe-15m")
 
 
 def test_the_speeds_that_are_assumed_of_a_machine_are_notes() -> None:
@@ -210,7 +209,12 @@ def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypat
     def of(batch_size: int) -> Forecast:
         memory = Memory(unit_limit="32MiB")
         config = PlanConfig(
-            model="gpt-20x1024", seq_len=1024, batch_size=batch_size, memory=memory, plan="usual", precision="bf16"
+            model="gpt-20x1024",
+            max_length=1024,
+            per_device_train_batch_size=batch_size,
+            memory=memory,
+            plan="usual",
+            precision="bf16",
         )
         return forecast(config, Machine(small, here=False))
 
@@ -233,12 +237,12 @@ def test_what_is_refused_comes_with_a_budget_that_would_do(settings: dict[str, s
 
 def test_activations_and_context_are_kept_free_on_a_gpu_and_those_that_fill_it_do_not_fit() -> None:
     machine = Machine(find_machine("rtx4090").with_gpus(1), here=False)
-    one = made(machine, model="gpt2", batch_size=4)
+    one = made(machine, model="gpt2", per_device_train_batch_size=4)
     assert one.problem.budgets.device == 23 * GIB - one.activations.total
-    adapting = made(machine, model="gpt2", batch_size=4, device="22GiB", adapt_after=2)
+    adapting = made(machine, model="gpt2", per_device_train_batch_size=4, device="22GiB", adapt_after=2)
     assert adapting.problem.budgets.device == left_for_pages(22 * GIB, one.activations.total) > 11 * GIB
     assert "after 2 steps" in adapting.notes[0]
-    full = made(machine, model="llama-8b", batch_size=64, seq_len=2048)
+    full = made(machine, model="llama-8b", per_device_train_batch_size=64, max_length=2048)
     assert not full.fits
     assert "The activations do not fit" in str(full.refusal)
 
@@ -250,7 +254,7 @@ def test_a_forecast_for_this_machine_counts_the_limits_of_control_groups(monkeyp
 
 def test_more_processes_share_ram_and_ssd_that_are_left_open(tmp_path: Path) -> None:
     machine = replace(SMALL, intra_node_bytes_per_s=figure(1e9))
-    config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2, precision="bf16")
+    config = PlanConfig(model="gpt-2x192", max_length=16, gpus_per_node=2, precision="bf16")
     shared = Machine(machine.with_gpus(2), False, Ranks(2, 2))
     described = describe_model(config)
     none = estimate_activations(described, 16, 2, "recompute")
@@ -262,11 +266,16 @@ def test_more_processes_share_ram_and_ssd_that_are_left_open(tmp_path: Path) -> 
     assert (given.host, given.ssd) == (GIB, 2 * GIB)
     left, _ = budgets_for(here, Memory(ssd=str(tmp_path)), none)
     assert left.ssd == pytest.approx(shutil.disk_usage(tmp_path).free / 2, rel=0.1)
-    assert made(shared, model="gpt-2x192", seq_len=16).tokens_per_step == 32
+    assert made(shared, model="gpt-2x192", max_length=16).tokens_per_step == 32
 
 
 def test_several_nodes_share_out_the_state_and_gather_it() -> None:
-    settings: dict[str, Any] = {"model": "gpt-1b", "hardware": "h100x8", "batch_size": 4, "precision": "bf16"}
+    settings: dict[str, Any] = {
+        "model": "gpt-1b",
+        "hardware": "h100x8",
+        "per_device_train_batch_size": 4,
+        "precision": "bf16",
+    }
     one, two = (
         forecast(config, find_machine_for(config))
         for config in (PlanConfig(nodes=nodes, **settings) for nodes in (1, 2))
@@ -283,8 +292,8 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     settings: dict[str, Any] = {
         "model": "t5-moe-1.2t",
         "hardware": "a100-40gx8",
-        "seq_len": 512,
-        "batch_size": 4,
+        "max_length": 512,
+        "per_device_train_batch_size": 4,
         "precision": "bf16",
     }
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)
@@ -312,7 +321,7 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
 )
 def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        describe_model(PlanConfig(model=model, seq_len=64, expert_parallel=parallel, precision="bf16"))
+        describe_model(PlanConfig(model=model, max_length=64, expert_parallel=parallel, precision="bf16"))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +347,7 @@ def test_an_unmeasured_machine_says_how_to_measure_it(tmp_path: Any, monkeypatch
 
 
 def test_the_largest_model_fits_and_a_seventh_more_is_refused() -> None:
-    config = PlanConfig(max_model=True, seq_len=64, memory=Memory(host="100MiB"), precision="bf16")
+    config = PlanConfig(max_model=True, max_length=64, memory=Memory(host="100MiB"), precision="bf16")
     name = largest_model(config, HERE_NOT)
     one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
     assert one.fits
@@ -356,7 +365,7 @@ def test_neighbouring_experts_are_simulated_as_one_and_the_plan_has_each(monkeyp
     """All 6,144 experts of a model of 30B parameters would take minutes to search."""
     gpu = find_machine("rtx4090")
     small = replace(gpu, device=replace(gpu.device, memory_bytes=figure(1.1 * GIB)))
-    config = PlanConfig(model="qwen3-moe-15m", lora=LoraConfig(rank=4), seq_len=128, plan="usual", precision="bf16")
+    config = PlanConfig(model="qwen3-moe-15m", lora_r=4, max_length=128, plan="usual", precision="bf16")
 
     def of(most_experts: int) -> Forecast:
         monkeypatch.setattr("pagoda.forecast.problem._MOST_EXPERTS", most_experts)
@@ -381,7 +390,7 @@ def test_the_usual_plan_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_visit_to_an_expert_takes_python_and_launches_on_a_gpu_however_small_it_is() -> None:
-    of = {"model": "mixtral-15m", "batch_size": 1, "seq_len": 64, "plan": "usual"}
+    of = {"model": "mixtral-15m", "per_device_train_batch_size": 1, "max_length": 64, "plan": "usual"}
     gpu, cpu = PlanConfig(**of, hardware="rtx4090"), Machine(SMALL, here=False)
     made = forecast(gpu, find_machine_for(gpu))
     visits = 3 * len(experts_of(made.described.root))  # in forward, recomputed, and in backward
@@ -392,8 +401,14 @@ def test_a_visit_to_an_expert_takes_python_and_launches_on_a_gpu_however_small_i
 
 
 def test_dequantized_weights_take_the_time_to_read_and_write_them_at_each_use() -> None:
-    of = {"model": "llama-15m", "batch_size": 1, "seq_len": 64, "plan": "usual", "hardware": "rtx4090"}
-    config = PlanConfig(**of, lora=LoraConfig(rank=2), quantize="4bit")
+    of = {
+        "model": "llama-15m",
+        "per_device_train_batch_size": 1,
+        "max_length": 64,
+        "plan": "usual",
+        "hardware": "rtx4090",
+    }
+    config = PlanConfig(**of, lora_r=2, load_in_4bit=True)
     machine = find_machine_for(config)
     packed, plain = forecast(config, machine), forecast(replace(config, quantize=None), machine)
     elements = sum(packed.described.packed.values())

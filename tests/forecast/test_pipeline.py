@@ -17,7 +17,7 @@ from .machines import SMALL, figure
 
 
 def described(name: str) -> ModelDescription:
-    return describe_model(PlanConfig(model=name, seq_len=64, precision="bf16"))
+    return describe_model(PlanConfig(model=name, max_length=64, precision="bf16"))
 
 
 @pytest.mark.parametrize(("name", "tied"), [("gpt-6x64", True), ("llama-8b", False)])
@@ -42,13 +42,13 @@ def config(micro_batches: int, **settings: object) -> PlanConfig:
     memory = Memory(host="60MiB", ssd="1GiB")
     shape = {
         "model": "gpt-6x64",
-        "seq_len": 64,
+        "max_length": 64,
         "activations": "keep",
         "plan": "usual",
         "memory": memory,
         "precision": "bf16",
     }
-    return PlanConfig(**{**shape, "accumulation_steps": micro_batches, **settings})
+    return PlanConfig(**{**shape, "gradient_accumulation_steps": micro_batches, **settings})
 
 
 def test_a_step_is_that_of_the_slowest_stage_and_the_bubble() -> None:

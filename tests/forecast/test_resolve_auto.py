@@ -9,7 +9,6 @@ import pytest
 
 import pagoda.models
 from pagoda.config.memory import Memory, Split
-from pagoda.config.run import StatesConfig
 from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast import problem as problems, resolve_auto
@@ -40,7 +39,13 @@ def gpu(memory: float, link: float, flops: float) -> Machine:
 
 @cache
 def made(machine: Machine, **given: Any) -> Forecast:
-    config = {"model": "gpt-4x256", "seq_len": 256, "batch_size": 4, "plan": "usual", "precision": "bf16"} | given
+    config = {
+        "model": "gpt-4x256",
+        "max_length": 256,
+        "per_device_train_batch_size": 4,
+        "plan": "usual",
+        "precision": "bf16",
+    } | given
     return forecast(PlanConfig(**config), machine)
 
 
@@ -54,8 +59,12 @@ def seconds(machine: Machine, **given: Any) -> dict[str, float | None]:
     ("machine", "given", "best"),
     [
         (gpu(4 * GIB, 1e10, 1e12), {}, {"keep"}),
-        (gpu(1.3 * GIB, 1e12, 1e11), {"batch_size": 16, "chunked_loss": True}, {"offload"}),
-        (gpu(1.3 * GIB, 1e9, 1e13), {"batch_size": 16, "chunked_loss": True}, {"recompute", "recompute+offload"}),
+        (gpu(1.3 * GIB, 1e12, 1e11), {"per_device_train_batch_size": 16, "chunked_loss": True}, {"offload"}),
+        (
+            gpu(1.3 * GIB, 1e9, 1e13),
+            {"per_device_train_batch_size": 16, "chunked_loss": True},
+            {"recompute", "recompute+offload"},
+        ),
     ],
 )
 def test_the_fastest_policy_that_fits_is_taken_and_what_others_cost_is_said(
@@ -75,7 +84,7 @@ def test_the_fastest_policy_that_fits_is_taken_and_what_others_cost_is_said(
 
 
 def test_layers_get_policies_of_their_own_where_memory_is_between() -> None:
-    given: dict[str, Any] = {"batch_size": 16, "chunked_loss": True, "model": "gpt-12x256"}
+    given: dict[str, Any] = {"per_device_train_batch_size": 16, "chunked_loss": True, "model": "gpt-12x256"}
     machine = gpu(1.6 * GIB, 1e9, 1e12)
     steps = seconds(machine, **given)
     assert steps["keep"] is None
@@ -99,7 +108,12 @@ def test_offloading_is_in_the_plan_and_costs_what_a_link_costs() -> None:
     assert offload.activations.total < keep.activations.total
 
 
-LONG: dict[str, Any] = {"model": "gpt-24x256", "seq_len": 128, "batch_size": 64, "chunked_loss": True}
+LONG: dict[str, Any] = {
+    "model": "gpt-24x256",
+    "max_length": 128,
+    "per_device_train_batch_size": 64,
+    "chunked_loss": True,
+}
 
 
 @pytest.mark.parametrize(("memory", "mode"), [(1.4, "recompute"), (1.26, "recompute+offload"), (1.2, "recompute")])
@@ -141,7 +155,7 @@ def test_each_layer_has_a_policy_of_its_own_where_that_is_fastest(
 ) -> None:
     monkeypatch.setattr(resolve_auto, "_step_s", lambda config, *_: 1.0 + (config.activations != "auto"))
     config = PlanConfig(
-        model="mixtral-15m", seq_len=64, activations="auto", expert_parallel=expert_parallel, precision="bf16"
+        model="mixtral-15m", max_length=64, activations="auto", expert_parallel=expert_parallel, precision="bf16"
     )
     resolved, _ = resolve_auto.resolve_auto(config, gpu(4 * GIB, 1e10, 1e12), describe_model(config))
     assert resolved.activations == "auto"
@@ -149,7 +163,12 @@ def test_each_layer_has_a_policy_of_its_own_where_that_is_fastest(
 
 def test_as_few_tiles_as_fit() -> None:
     leases_only = Memory(split=Split())
-    given: dict[str, Any] = {"model": "gpt-2x768", "batch_size": 64, "chunked_loss": True, "memory": leases_only}
+    given: dict[str, Any] = {
+        "model": "gpt-2x768",
+        "per_device_train_batch_size": 64,
+        "chunked_loss": True,
+        "memory": leases_only,
+    }
     few = made(gpu(4 * GIB, 1e10, 1e12), batch_tiles="auto", **given)
     assert (few.config.batch_tiles, few.fits) == (4, True)
     twice = made(gpu(4 * GIB, 1e10, 1e12), batch_tiles=8, **given)
@@ -167,15 +186,15 @@ def test_tiles_make_units_smaller() -> None:
     assert tiled.plan.layout.lease_pages(1) < whole.plan.layout.lease_pages(1)
     assert tiled.described.params == whole.described.params
     with pytest.raises(ConfigError, match="takes whole parameters"):
-        made(gpu(4 * GIB, 1e10, 1e12), tile_limit="256KiB", optimizer="adafactor")
+        made(gpu(4 * GIB, 1e10, 1e12), tile_limit="256KiB", optim="adafactor")
 
 
 @pytest.mark.parametrize(
     ("given", "line", "factor"),
     [
-        ({"optimizer": "sgd", "optim": StatesConfig(options=("momentum=0.9",))}, "momentum_buffer", None),
-        ({"optim": StatesConfig(moments="8bit")}, "exp_avg", 0.25),
-        ({"gradients": "fp32", "accumulation_steps": 2}, "grad", 2.0),
+        ({"optim": "sgd", "optim_args": ("momentum=0.9",)}, "momentum_buffer", None),
+        ({"moments": "8bit"}, "exp_avg", 0.25),
+        ({"gradients": "fp32", "gradient_accumulation_steps": 2}, "grad", 2.0),
     ],
 )
 def test_what_decides_states_is_in_the_account(given: dict[str, Any], line: str, factor: float | None) -> None:
@@ -209,7 +228,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tupl
 def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = counted(monkeypatch, problems, "simulate")
     one = forecast(
-        PlanConfig(model="gpt-4x256", seq_len=128, memory=Memory(host="150MiB"), precision="bf16"),
+        PlanConfig(model="gpt-4x256", max_length=128, memory=Memory(host="150MiB"), precision="bf16"),
         Machine(SMALL, here=False),
     )
     searched = len(simulated)
@@ -233,7 +252,7 @@ def test_the_search_for_the_largest_builds_two_layers_and_simulates_nothing(
 def test_a_model_larger_than_all_tiers_is_refused_by_the_planner_too() -> None:
     """What the search for the largest leaves out fast has no plan."""
     machine = gpu(1.5 * GIB, 1e10, 1e12)
-    config = PlanConfig(model="gpt-24x2048", seq_len=64, memory=Memory(host="2GiB", ssd="1GiB"), precision="bf16")
+    config = PlanConfig(model="gpt-24x2048", max_length=64, memory=Memory(host="2GiB", ssd="1GiB"), precision="bf16")
     problem, _ = problems.problem_of(config, machine, describe_model(config, count_flops=False))
     with pytest.raises(BudgetError):
         problem.plan()

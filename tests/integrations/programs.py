@@ -218,14 +218,14 @@ def losses_of(out: Path, kind: str, way: str) -> list[float]:
 
 def beyond_memory(out: Path, way: str) -> dict[str, Any]:
     """A model whose state takes 240 MiB, in 24 MiB of RAM: by how much that lets the process grow."""
-    with pagoda.init():
+    with pagoda.deferred_init():
         made = model(hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8)
     state = 14 * sum(param.numel() for param in made.parameters())
     settings = {"bf16": True, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
     paging = Paging(memory=pagoda.Memory(host=HOST_BYTES, ssd=str(out)), activations="recompute")
     callbacks = [Kill(4)] if way == KILL else []
     (out / "first").mkdir(exist_ok=True)
-    with pagoda.init():
+    with pagoda.deferred_init():
         small = model()
     once = arguments(out / "first", **{**settings, "max_steps": 3})
     first = Trainer(small, once, train_dataset=samples(), paging=paging)

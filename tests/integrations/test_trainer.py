@@ -285,7 +285,7 @@ def test_it_evaluates_before_it_trains(paged: Make, tmp_path: Path) -> None:
 
 def test_each_model_of_model_init_is_wrapped_anew_and_made_in_pages(paged: Make) -> None:
     def make() -> Any:
-        with pagoda.init():
+        with pagoda.deferred_init():
             return model()
 
     trainer = paged(given={"model": None, "model_init": make}, max_steps=3)

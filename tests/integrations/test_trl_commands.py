@@ -116,7 +116,7 @@ def test_a_file_has_settings_of_both_and_a_run_resumes_with_the_same_bits(here: 
     settings = {"model_name_or_path": "model", "max_steps": 4, "logging_steps": 1, "save_steps": 2, "memory": memory}
     (here / "run.yaml").write_text(json.dumps({**settings, "learning_rate": 0.01, "optim": "adamw_torch"}))
     given = "dpo --config run.yaml --dataset_name data --use_cpu --report_to none --output_dir paged --activations keep"
-    given += " --per_device_train_batch_size 2 --optim.moments bf16 --export"
+    given += " --per_device_train_batch_size 2 --moments bf16 --export"
     assert main(given.split()) == 0
     found = losses(here / "paged")
     assert found[0] == (pytest.approx(math.log(2), abs=1e-6),), "policy and reference are the same model at first"

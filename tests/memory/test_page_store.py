@@ -404,7 +404,7 @@ def test_the_pages_that_other_runs_keep_take_no_spare_slot_of_a_run(ssd: Path, c
         assert fresh.room_beside(()) == 4, "for a checkpoint that keeps its pages"
         assert committed(fresh.commit(second), run) == pattern(4, 2)
         fresh.store(run, 0, pattern(4, 3))
-        with pytest.raises(BudgetError, match="--keep-checkpoints"):
+        with pytest.raises(BudgetError, match="--save-total-limit"):
             (
                 fresh.store(run, 0, pattern(4, 3)),
                 fresh.commit(second.with_name("step-2")),

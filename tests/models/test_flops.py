@@ -51,7 +51,7 @@ def test_a_gpt_that_is_built_costs_what_its_shape_says() -> None:
 def test_experts_cost_as_much_whole_as_in_tiles() -> None:
     """Also where they are one unit, as under Muon: transformers' kernel cannot run without values."""
     configs = (
-        PlanConfig(model="mixtral-15m", batch_size=2, seq_len=32, optimizer=name, precision="bf16")
+        PlanConfig(model="mixtral-15m", per_device_train_batch_size=2, max_length=32, optim=name, precision="bf16")
         for name in ("muon", "adamw")
     )
     whole, tiles = map(describe_model, configs)

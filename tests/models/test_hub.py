@@ -56,7 +56,7 @@ def test_a_cached_configuration_without_weights_is_not_trained_from_random_ones(
     write_model(cache, num_hidden_layers=2)
     text = tmp_path / "text.txt"
     text.write_text("a text of some length. " * 100)
-    flags = ["--data", str(text), "--steps", "1", "--seq-len", "16", "--out", str(tmp_path / "run")]
+    flags = ["--data", str(text), "--max-steps", "1", "--max-length", "16", "--output-dir", str(tmp_path / "run")]
     assert main(["train", "--model", NAME, "--tokenizer", "bytes", *flags]) == 2
     assert "was downloaded without weights" in capsys.readouterr().err
 
@@ -90,6 +90,6 @@ def test_generate_takes_a_name_on_the_hub(cache: Path, capsys: pytest.CaptureFix
     write_pretrained(cache)
     texts = []
     for source in (str(cache), NAME):
-        assert main(["generate", source, "--prompt", "a", "--tokens", "4", "--memory.host", "1GiB"]) == 0
+        assert main(["generate", source, "--prompt", "a", "--max-new-tokens", "4", "--memory.host", "1GiB"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != ""

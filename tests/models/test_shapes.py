@@ -103,7 +103,7 @@ def test_what_names_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--seq-len 128 or less"):
+    with pytest.raises(ConfigError, match="--max-length 128 or less"):
         build_model(write_config(tmp_path), seq_len=129)
     with pytest.raises(ConfigError, match="1024 positions"):
         build_model("gpt2", seq_len=1025)

@@ -11,7 +11,7 @@ import torch
 from pagoda.errors import ConfigError
 from pagoda.models import build_model
 from pagoda.models.stages import layers_of_stages, to_stage
-from pagoda.prepare.construct import init
+from pagoda.prepare.construct import deferred_init
 from tests.tiny import write_model
 
 UNTIED = {"tie_word_embeddings": False}
@@ -67,7 +67,7 @@ def test_stages_have_the_parameters_of_the_model_and_one_after_another_its_logit
     ],
 )
 def test_a_model_without_stages_is_refused(model: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with init():
+    with deferred_init():
         built = build_model(write_model(tmp_path / "model", **model), seq_len=16)
     with pytest.raises(ConfigError, match=message):
         to_stage(built, 0, 2)

@@ -37,11 +37,11 @@ datasets.Dataset.from_list(rows).to_parquet("chats.parquet")
 """A model with a tokenizer, and conversations as JSON and as Parquet, made by the installed packages."""
 TRAIN = "pagoda train --model model --precision fp32 --memory.host 600KiB --memory.ssd pages"
 COMMANDS = (
-    f"{TRAIN} --data chats.jsonl --steps 4 --out runs/json",
-    "pagoda train --resume --out runs/json --memory.ssd pages --steps 6",
-    f"{TRAIN} --data chats.parquet --steps 2 --out runs/parquet",
+    f"{TRAIN} --data chats.jsonl --max-steps 4 --output-dir runs/json",
+    "pagoda train --resume-from-checkpoint last --output-dir runs/json --memory.ssd pages --max-steps 6",
+    f"{TRAIN} --data chats.parquet --max-steps 2 --output-dir runs/parquet",
     "pagoda inspect runs/json --verify",
-    "pagoda generate runs/json --prompt Hello --tokens 4",
+    "pagoda generate runs/json --prompt Hello --max-new-tokens 4",
     "pagoda export runs/json tuned",
 )
 

@@ -21,7 +21,7 @@ STANDS_FOR = {
     "/mnt/nvme/pages": "pages",
     "make demo": f"{sys.executable} {ROOT / 'examples' / 'demo.py'}",
     "--nproc-per-node 8": "--nproc-per-node 2",
-    "--model llama-1b --steps 100": "--model llama-15m --steps 3",
+    "--model llama-1b --max-steps 100": "--model llama-15m --max-steps 3",
 }
 """What the reader has -> what there is here: no Hub, no GPUs, two cores."""
 NOT_HERE = ("git clone", "cd ", "make ", "source ", "pip ", "hf ", "torchrun --nproc-per-node 2 my_script.py")

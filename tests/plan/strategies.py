@@ -93,7 +93,7 @@ def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks = ALONE
     options = Options(
         page_bytes=4096,
         unit_limit=draw(st.integers(64, 400_000)),
-        accumulation_steps=draw(st.none() | st.integers(1, 3)),
+        gradient_accumulation_steps=draw(st.none() | st.integers(1, 3)),
         clipping=draw(st.booleans()),
         split=Split(
             device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate,

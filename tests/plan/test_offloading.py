@@ -71,10 +71,10 @@ def test_every_byte_leaves_once_and_comes_back_once(
     inner, room, passes = of
     inputs = 2
     sizes = sizes_of(inner, inputs)
-    roomy = planned(mode, sizes, Budgets(LARGE, LARGE, LARGE), unit_limit, accumulation_steps=passes)
+    roomy = planned(mode, sizes, Budgets(LARGE, LARGE, LARGE), unit_limit, gradient_accumulation_steps=passes)
     pages = sum(roomy.placement.lines[HOST].values()) * roomy.page_bytes
     budgets = Budgets(pages + room * MIB, LARGE, LARGE)
-    plan = planned(mode, sizes, budgets, unit_limit, accumulation_steps=passes)
+    plan = planned(mode, sizes, budgets, unit_limit, gradient_accumulation_steps=passes)
     away = LAYERS * MIB * (inputs if mode == "recompute+offload" else inner + inputs)
     host, ssd = plan.activations.peak.host, plan.activations.peak.ssd
     assert host + ssd == away

@@ -39,7 +39,7 @@ def in_ram(layout: Layout, placement: Placement, state: str) -> list[bool]:
     return [placement.home(unit.index, state) == HOST for unit in layout.units]
 
 
-UNDER_BACKWARD, AFTER_BACKWARD = Options(accumulation_steps=1, split=Split()), Options(split=Split())
+UNDER_BACKWARD, AFTER_BACKWARD = Options(gradient_accumulation_steps=1, split=Split()), Options(split=Split())
 """Options with which units are updated as their gradients arrive, and once all have. No unit lives on the device."""
 
 cases = layouts().flatmap(

@@ -181,7 +181,7 @@ def test_lines_are_all_that_is_held_only_what_lives_on_ssd_is_streamed_and_only_
         assert traffic[unit.index].streamed == on_ssd
         written += on_ssd
         # Where updates run during backward, all but the last gradient of a step wait for others.
-        passes = plan.options.accumulation_steps or 1
+        passes = plan.options.gradient_accumulation_steps or 1
         waiting = passes - 1 if plan.options.update_during_backward else passes
         if unit.trainable_numel and plan.placement.home(unit.index, GRAD) == SSD:
             written += waiting * plan.layout.pages(unit, GRAD) * plan.page_bytes

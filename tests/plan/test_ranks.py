@@ -148,7 +148,9 @@ def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(sett
 
 def test_a_step_of_several_passes_has_them_on_ranks_too() -> None:
     for ranks in (ALONE, shared(4)):
-        plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE, LARGE), Options(accumulation_steps=3), ranks)
+        plan = make_plan(
+            tower(4, 64), STATES["bf16"], Budgets(LARGE, LARGE), Options(gradient_accumulation_steps=3), ranks
+        )
         assert [access.phase for access in plan.trace.accesses].count(Phase.FORWARD) == 3 * len(plan.units)
 
 
@@ -195,7 +197,7 @@ def test_a_rank_with_all_weights_on_ssd_reads_its_slice_to_send_it_and_writes_th
 
 
 def test_what_a_guess_has_updated_is_shared_once_it_is_there() -> None:
-    options = Options(page_bytes=4096, clipping=True, accumulation_steps=1)
+    options = Options(page_bytes=4096, clipping=True, gradient_accumulation_steps=1)
     plan = make_plan(tower(16, 256), STATES["bf16"], Budgets(4 << 20, ssd=LARGE), options, shared(4, 2))
     assert plan.placement.speculated
     rates = Rates(NODE, plan.ranks, plan.transfer_bytes)

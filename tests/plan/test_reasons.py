@@ -41,7 +41,7 @@ def plans(draw: Draw) -> Plan:
     options = Options(
         page_bytes=draw(st.sampled_from([None, 4096])),
         unit_limit=draw(st.none() | st.integers(64, 400_000)),
-        accumulation_steps=draw(st.sampled_from([None, 1, 2])),
+        gradient_accumulation_steps=draw(st.sampled_from([None, 1, 2])),
         clipping=draw(st.booleans()),
         may_skip=draw(st.booleans()),
         split=draw(split) if separate else None,
@@ -184,7 +184,7 @@ def afterwards(plan: Plan, said: Match[str]) -> bool:
     which, why = said[1], said[2]
     options, late = plan.options, trained(plan) - plan.placement.speculated
     causes = {
-        "the number of backward passes is not announced": options.accumulation_steps is None,
+        "the number of backward passes is not announced": options.gradient_accumulation_steps is None,
         "the norm for clipping is known only then": options.clipping,
         "whether a scaled gradient is not finite is known only then": options.may_skip,
     }

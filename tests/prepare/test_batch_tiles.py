@@ -78,8 +78,8 @@ def train(
 def test_has_the_bits_of_ordinary_accumulation(tiles: int, clip: float | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tiled = train(zoo.RESIDENT, tiles=tiles, clip_grad_norm=clip)
-    tiled.assert_same_bits(train(zoo.RESIDENT, passes=tiles, clip_grad_norm=clip))
+        tiled = train(zoo.RESIDENT, tiles=tiles, max_grad_norm=clip)
+    tiled.assert_same_bits(train(zoo.RESIDENT, passes=tiles, max_grad_norm=clip))
 
 
 def test_weights_move_once_for_all_micro_batches(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_placement_does_not_change_a_bit(name: str, late_first: bool, tmp_path: 
             pagoda.chunked_loss(model)
             zoo.usual_loop(recipe)(model, optimizer, outcome)
 
-        return zoo.run(model, memory, loop, clip_grad_norm=recipe.clip)
+        return zoo.run(model, memory, loop, max_grad_norm=recipe.clip)
 
     outcome = train(zoo.squeeze(zoo.Recipe(name, layers=6).build(), zoo.ARENA_ALL_ON_SSD, tmp_path))
     assert {"weight", "exp_avg"} <= outcome.plan.bytes["ssd"].keys() - outcome.plan.bytes["host"].keys()

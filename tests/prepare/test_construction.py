@@ -1,4 +1,4 @@
-"""Models built under `pagoda.init()`: what stays real, who initialises what, and how little RAM it takes."""
+"""Models built under `pagoda.deferred_init()`: what stays real, who initialises what, and how little RAM it takes."""
 
 import itertools
 import math
@@ -57,7 +57,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
 
 def built_later(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    with pagoda.init():
+    with pagoda.deferred_init():
         return build()
 
 
@@ -102,14 +102,14 @@ def test_modules_built_after_the_block_are_real_again() -> None:
         pass
 
     def fail() -> None:
-        with pagoda.init():
+        with pagoda.deferred_init():
             raise FailingError
 
     with pytest.raises(FailingError):
         fail()
     assert not is_waiting(nn.Linear(2, 2).weight)
-    with pagoda.init():
-        with pagoda.init():
+    with pagoda.deferred_init():
+        with pagoda.deferred_init():
             pass
         assert is_waiting(nn.Linear(2, 2).weight)
     assert not is_waiting(nn.Linear(2, 2).weight)
@@ -270,7 +270,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("unit_limit", ["4KiB", "1MiB"])
 def test_an_initialiser_of_the_whole_model_leaves_pretrained_parts_alone(unit_limit: str, wrap: Wrap) -> None:
     torch.manual_seed(0)
-    with pagoda.init():
+    with pagoda.deferred_init():
         later = Adapted(nn.Identity())
     later.pretrained = nn.Linear(16, 16)
     kept = {f"pretrained.{name}": value.detach().clone() for name, value in later.pretrained.named_parameters()}
@@ -294,7 +294,7 @@ class Forgetful(nn.Module):
 
 
 def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = nn.Sequential(nn.Linear(8, 8), Forgetful())
     memory = pagoda.Memory(host="64KiB", ssd=f"{tmp_path}:1GiB", unit_limit="4KiB", page_size=PAGE)
     with pytest.raises(pagoda.ConfigError, match=r"'1\.forgotten'.*uninitialised.*reset_parameters"):
@@ -317,7 +317,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("of_embedding", [True, False])
 def test_a_tied_parameter_is_initialised_by_the_module_that_made_it(of_embedding: bool, wrap: Wrap) -> None:
     """An embedding draws from N(0, 1), a linear layer of 64 inputs from [-1/8, 1/8]."""
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = Tied(of_embedding)
     model, _ = wrap(model, RESIDENT)
     weight = model.state_dict()["table.weight"]

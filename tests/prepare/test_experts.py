@@ -153,7 +153,7 @@ def few_tokens(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
 
 @cache
 def resident(name: str, clip: float | None) -> Outcome:
-    return run(built(name), RESIDENT, few_tokens, clip_grad_norm=clip)
+    return run(built(name), RESIDENT, few_tokens, max_grad_norm=clip)
 
 
 @each_once(name=[*BUILDERS], placement=PLACEMENTS, activations=["keep", "keep", "recompute"])
@@ -166,7 +166,12 @@ def test_placement_does_not_change_a_bit(
         built(name), placement, tmp_path, clipping=clip is not None, announced=announced, activations=activations
     )
     outcome = run(
-        built(name), memory, few_tokens, clip_grad_norm=clip, accumulation_steps=announced, activations=activations
+        built(name),
+        memory,
+        few_tokens,
+        max_grad_norm=clip,
+        gradient_accumulation_steps=announced,
+        activations=activations,
     )
     assert ("exp_avg" in outcome.plan.bytes.get("ssd", {})) == (placement != ARENA)
     outcome.assert_same_bits(resident(name, clip))

@@ -18,13 +18,13 @@ def linears() -> Any:
 
 
 def under_init() -> Any:
-    with pagoda.init():
+    with pagoda.deferred_init():
         return linears()
 
 
 def with_a_state_dict() -> Any:
     """Hooks are registered before the values arrive."""
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = linears()
         model[0].weight.register_hook(lambda grad: grad * 0)
         model.load_state_dict(linears().state_dict())
@@ -42,7 +42,7 @@ def hooked_at_birth() -> Any:
             del self.weight
             self.weight = weight
 
-    with pagoda.init():
+    with pagoda.deferred_init():
         return nn.Sequential(Born(), nn.Linear(8, 8))
 
 

@@ -52,9 +52,9 @@ def test_a_layer_of_four_times_the_device_trains() -> None:
     memory = pagoda.Memory(device=f"cpu:{LARGE // 4}", host="64MiB", page_size=4096)
     with pytest.raises(pagoda.BudgetError, match=r"'wide' alone takes 520\.00 KiB.*tile_limit"):
         pagoda.wrap(wide(), pagoda.AdamW(), memory=memory, precision="bf16")
-    tiled = zoo.run(wide(), memory, loop, tiles=TILED, clip_grad_norm=1.0)
+    tiled = zoo.run(wide(), memory, loop, tiles=TILED, max_grad_norm=1.0)
     assert 0 < tiled.peak_bytes["device"] <= LARGE // 4
-    tiled.assert_same_bits(zoo.run(wide(), zoo.RESIDENT, loop, tiles=TILED, clip_grad_norm=1.0))
+    tiled.assert_same_bits(zoo.run(wide(), zoo.RESIDENT, loop, tiles=TILED, max_grad_norm=1.0))
 
 
 def test_training_is_that_of_the_whole_layer_within_rounding() -> None:
@@ -79,7 +79,7 @@ def test_weights_start_as_those_of_the_untiled_model(build: Callable[[], nn.Modu
         found = []
         for limit in (None, TILE):
             torch.manual_seed(0)
-            with pagoda.init() if lazily else nullcontext():
+            with pagoda.deferred_init() if lazily else nullcontext():
                 model = build()
             found.append(wrap(model, tiles=pagoda.Tiles(tile_limit=limit))[0].state_dict())
             assert any(isinstance(module, Tiled) for module in model.modules()) == (limit is not None)

@@ -35,7 +35,7 @@ def linear_with(attach: Callable[[nn.Module, torch.Tensor], object]) -> nn.Modul
 
 
 def on_meta() -> nn.Module:
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         model[1].weight = nn.Parameter(model[0].weight.t())
     return model

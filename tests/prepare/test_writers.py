@@ -67,7 +67,7 @@ def test_the_order_of_writes_does_not_change_a_bit(place: str, tmp_path: Path, m
 
     def weights(name: str) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        with pagoda.init():
+        with pagoda.deferred_init():
             model = nn.Sequential(*(nn.Linear(50, 70) for _ in range(6)), nn.Linear(70, 50))
         (tmp_path / name).mkdir()
         tiers = {"ssd": tmp_path / name, "host": "200KiB"} if place == "ssd" else {"host": "4MiB"}

@@ -206,7 +206,7 @@ def wrapped(
     mesh = pagoda.open_mesh(tensor_parallel=tensor, **chosen)
     if on_meta:
         torch.manual_seed(mesh.rank)
-        with pagoda.init():
+        with pagoda.deferred_init():
             model = Mixer()
     else:
         model = build(name)
@@ -267,8 +267,8 @@ def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
         expert_parallel=case["experts"],
         activations=case["activations"],
         partition=case["partition"],
-        clip_grad_norm=case["clip"],
-        accumulation_steps=1 if update in ("announced", "speculate") else None,
+        max_grad_norm=case["clip"],
+        gradient_accumulation_steps=1 if update in ("announced", "speculate") else None,
         guess=update == "speculate",
         late=update.startswith("async"),
         predict=update.endswith("predicted"),
@@ -320,7 +320,7 @@ def choose_together(
         memory=memory,
         mesh=mesh,
         activations=activations,
-        clip_grad_norm=0.5,
+        max_grad_norm=0.5,
         precision="bf16",
     )
     outcome = Outcome()

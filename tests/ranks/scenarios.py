@@ -165,8 +165,8 @@ def wrapped(
         out,
         pagoda.open_mesh(stage=stage, replicas=replicas, ordered_sums=ordered),
         precision=precision_of(recipe.precision),
-        clip_grad_norm=recipe.clip,
-        accumulation_steps=recipe.accumulation if recipe.announced else None,
+        max_grad_norm=recipe.clip,
+        gradient_accumulation_steps=recipe.accumulation if recipe.announced else None,
         **options,
     )
 
@@ -606,7 +606,7 @@ def fail_to_share(out: Path, lane: str) -> None:
     if place()[0] == 1:
         SharedWeights._move = fails
     training.take(5)
-    training.optimizer.drain()
+    training.optimizer.synchronize()
 
 
 def leave_early(out: Path) -> None:
@@ -778,7 +778,7 @@ def change_between_steps(out: Path, how: str) -> Any:
         model(torch.ones(2, 8), both=step != 4).backward()
         optimizer.step()
         if how == "drain" and step > 1:
-            optimizer.drain()
+            optimizer.synchronize()
         elif how == "load" and step == 4:
             model.load_state_dict(Halves().state_dict())
     weights = joined(model.state_dict())
@@ -821,7 +821,7 @@ def use_gradients(out: Path, uses: list[str], stage: int, ssd: bool, clips: bool
     found = {}
     for use in uses:
         rule, mesh = pagoda.Optim(torch.optim.SGD, **gradient_uses.RULE), pagoda.open_mesh(stage=stage)
-        clip = {"clip_grad_norm": gradient_uses.LIMIT} if clips else {}
+        clip = {"max_grad_norm": gradient_uses.LIMIT} if clips else {}
         model, optimizer = pagoda.wrap(gradient_uses.Net(), rule, memory=memory, mesh=mesh, precision="fp32", **clip)
         with optimizer:
             found[use] = gradient_uses.train(
@@ -945,7 +945,7 @@ def divide_sequences(_: Path, divided: int, kv_heads: int, packed: bool, **setti
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=100, use_cache=False)).train()
-    how = {"memory": pagoda.Memory(host="64MiB"), "precision": "fp32", "clip_grad_norm": 0.5, **settings}
+    how = {"memory": pagoda.Memory(host="64MiB"), "precision": "fp32", "max_grad_norm": 0.5, **settings}
     how["tiles"] = pagoda.Tiles(sequence_tiles=2)
     model, optimizer = pagoda.wrap(pagoda.chunked_loss(model), pagoda.AdamW(lr=1e-2), **how)
     sequences = pagoda.divide_sequences(model, divided)

@@ -40,7 +40,7 @@ HANG_S = 240
 
 def config_of(kind: str, tmp_path: Path) -> TrainConfig:
     """State in RAM, or all of it on SSD; a checkpoint after every second step."""
-    config = replace(tiny_config(tmp_path), steps=STEPS)
+    config = replace(tiny_config(tmp_path), max_steps=STEPS)
     if kind == "ram":
         return config
     return replace(config, memory=replace(config.memory, host="700KiB", ssd=f"{tmp_path / 'ssd'}:64MiB"))
@@ -77,7 +77,7 @@ class Killer(threading.Thread):
                 time.sleep(self._generator.uniform(0.0, self._start_s))
             else:
                 self._wait_for(
-                    before + self._generator.randrange(1, self._config.steps // (self._kills + 1)), workers, agent
+                    before + self._generator.randrange(1, self._config.max_steps // (self._kills + 1)), workers, agent
                 )
                 time.sleep(self._generator.uniform(0.0, 0.1))
             rank = self._generator.randrange(2)
@@ -87,7 +87,7 @@ class Killer(threading.Thread):
             self.killed.append(f"process {rank} after step {self._step()}")
 
     def _step(self) -> int:
-        metrics = RunDir(self._config.out).metrics
+        metrics = RunDir(self._config.output_dir).metrics
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
     def _wait_for(self, step: int, workers: list[int], agent: int) -> None:
@@ -105,7 +105,7 @@ def _children(process: int) -> list[int]:
 
 def left_alone(config: TrainConfig, ranks: RankServer, tmp_path: Path) -> TrainConfig:
     """A run like it that has ended."""
-    whole = replace(config, out=tmp_path / "whole")
+    whole = replace(config, output_dir=tmp_path / "whole")
     assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
     return whole
 
@@ -113,7 +113,9 @@ def left_alone(config: TrainConfig, ranks: RankServer, tmp_path: Path) -> TrainC
 def assert_ended_as(whole: TrainConfig, config: TrainConfig) -> None:
     """With the same bits, and every step once in the metrics."""
     assert_same(whole, config)
-    assert [line["step"] for line in read_metrics(RunDir(config.out).metrics)] == list(range(1, config.steps + 1))
+    assert [line["step"] for line in read_metrics(RunDir(config.output_dir).metrics)] == list(
+        range(1, config.max_steps + 1)
+    )
 
 
 @pytest.mark.parametrize("number", range(RUNS))
@@ -145,7 +147,16 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_one_that_was_not(
 def torchrun(settings: Path, out: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """`torchrun --max-restarts` of `pagoda train` on two processes; killed with its workers if it still runs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [f"--max-restarts={RESTARTS}", "-m", "pagoda", "train", "--config", str(settings), "--out", str(out)]
+    command += [
+        f"--max-restarts={RESTARTS}",
+        "-m",
+        "pagoda",
+        "train",
+        "--config",
+        str(settings),
+        "--output-dir",
+        str(out),
+    ]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"PAGODA_RANK_TIMEOUT": "60", "CUDA_VISIBLE_DEVICES": ""}
     settings = {"start_new_session": True, "preexec_fn": end_with_parent}
@@ -163,7 +174,7 @@ def test_torchrun_restarts_a_run_whose_ranks_are_killed_until_it_ends_with_the_s
 ) -> None:
     config = config_of(kind, tmp_path)
     whole = left_alone(config, ranks, tmp_path)
-    with torchrun(whole.out / "run.yaml", config.out) as process:
+    with torchrun(whole.output_dir / "run.yaml", config.output_dir) as process:
         killer = Killer(lambda: process.pid, config, random.Random(f"torchrun {kind}"), kills=3, start_s=5.0)
         killer.start()
         assert process.wait(HANG_S) == 0, killer.killed

@@ -36,7 +36,7 @@ def test_a_checkpoint_resumes_on_other_ranks_with_the_same_bits(
     writers: int, written: dict[str, Any], rule: str | None, readers: tuple[int, ...], ranks: RankServer, tmp_path: Path
 ) -> None:
     written = dict(written)
-    shared = {"name": "llama", "tensor": 1, "precision": "fp32", "clip_grad_norm": 0.5, "rule": rule}
+    shared = {"name": "llama", "tensor": 1, "precision": "fp32", "max_grad_norm": 0.5, "rule": rule}
     shared |= {"directory": str(tmp_path / "step-2")}
     shared |= {name: written.pop(name) for name in ("late", "predict") if name in written}
     saved = ranks.run("save_divided", writers, tmp_path / "save", parts=writers, **shared, **written)

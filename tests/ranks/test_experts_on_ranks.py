@@ -12,7 +12,7 @@ from zoo import assert_equal
 
 from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.config.memory import Memory
-from pagoda.train import OptimConfig, TrainConfig
+from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.tiny import tiny_run, write_mixture
@@ -38,23 +38,23 @@ def config_of(model: str, out: Path, count: int = 2, on_ssd: bool = False) -> Tr
     return tiny_run(
         out,
         model=write_mixture(model, out / "model", layers=count),
-        steps=STEPS,
-        batch_size=4,
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
         precision="fp32",
         memory=memory,
-        checkpoint_every=STEPS,
+        save_steps=STEPS,
         trace=out / "trace.json",
         trace_step=2,
-        optim=OptimConfig(schedule="constant"),
+        lr_scheduler_type="constant",
     )
 
 
 def trained(ranks: RankServer, count: int, config: TrainConfig) -> dict[str, list[float]]:
     """What a run says of its steps."""
-    out = config.out.parent
+    out = config.output_dir.parent
     status = started(ranks, count, out, config)
     assert status == [0] * count, "\n".join(path.read_text() for path in out.glob("error-*.txt"))
-    lines = list(read_metrics(config.out / "metrics.jsonl"))
+    lines = list(read_metrics(config.output_dir / "metrics.jsonl"))
     return {figure: [line[figure] for line in lines] for figure in ("loss", "aux_loss", "grad_norm")}
 
 
@@ -83,26 +83,36 @@ def test_ranks_that_divide_experts_train_as_one_does(
     model: str, count: int, expert_parallel: int, replicas: int, on_ssd: bool, ranks: RankServer, tmp_path: Path
 ) -> None:
     """One that adds up as many micro-batches: the balance loss is that of a micro-batch."""
-    alone = replace(config_of(model, tmp_path / "alone", count), batch_size=4 // count, accumulation_steps=count)
+    alone = replace(
+        config_of(model, tmp_path / "alone", count),
+        per_device_train_batch_size=4 // count,
+        gradient_accumulation_steps=count,
+    )
     divided = config_of(model, tmp_path / "divided", count, on_ssd)
     device = "cpu:800KiB" if on_ssd is (expert_parallel == count) else "cpu:1400KiB"  # less than a rank's weights
     memory = replace(divided.memory, device=device)
-    divided = replace(divided, batch_size=4 // count, expert_parallel=expert_parallel, replicas=replicas, memory=memory)
+    divided = replace(
+        divided,
+        per_device_train_batch_size=4 // count,
+        expert_parallel=expert_parallel,
+        replicas=replicas,
+        memory=memory,
+    )
     expected, figures = trained(ranks, 1, alone), trained(ranks, count, divided)
     for name, values in figures.items():
         assert values == pytest.approx(expected[name], rel=RELATIVE if name != "grad_norm" else 5 * RELATIVE), name
-    mine, others = (read(RunDir(config.out).latest().state) for config in (divided, alone))
+    mine, others = (read(RunDir(config.output_dir).latest().state) for config in (divided, alone))
     assert mine.keys() == others.keys()  # each expert once, by its own name
     assert any(".experts." in name for name in mine)
     for name, weight in mine.items():
         assert (weight - others[name]).norm() <= 1e-3 * others[name].norm() + 1e-5, name
-    moved = [line["bytes_moved"]["ssd_read"] for line in read_metrics(divided.out / "metrics.jsonl")]
+    moved = [line["bytes_moved"]["ssd_read"] for line in read_metrics(divided.output_dir / "metrics.jsonl")]
     assert all(moved[1:]) == on_ssd
     done = executed(divided)
     assert (TOKENS in done) == (expert_parallel > 1)
     assert done >= {"fetch", "gather", "reduce", "offload"}
-    alone_again = {"expert_parallel": 1, "replicas": 1, "accumulation_steps": 1}
-    resumed = replace(divided, steps=STEPS + 1, resume=True, trace=None, **alone_again)
+    alone_again = {"expert_parallel": 1, "replicas": 1, "gradient_accumulation_steps": 1}
+    resumed = replace(divided, max_steps=STEPS + 1, resume_from_checkpoint="last", trace=None, **alone_again)
     goes_on = trained(ranks, 1, resumed)["loss"]
     assert len(goes_on) == STEPS + 1
 
@@ -120,9 +130,9 @@ def test_ranks_that_divide_the_experts_of_a_switch_transformer_train_as_one_does
 
 
 def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankServer, tmp_path: Path) -> None:
-    alone = replace(config_of("mixtral-15m", tmp_path / "alone"), steps=1, checkpoint_every=1, trace=None)
+    alone = replace(config_of("mixtral-15m", tmp_path / "alone"), max_steps=1, save_steps=1, trace=None)
     trained(ranks, 1, alone)
-    source = RunDir(alone.out).latest().state
+    source = RunDir(alone.output_dir).latest().state
     arguments = {"model": alone.model, "source": str(source), "expert_parallel": 2}
     ranks.run("resave_experts", 2, tmp_path / "divided", **arguments)
     for state in ("weight", "exp_avg", "exp_avg_sq"):

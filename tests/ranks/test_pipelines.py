@@ -33,25 +33,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # name: schedule, settings
     "1f1b, fp16, of a mesh of torch's": (
         "1f1b",
-        {"kind": "arena-ssd", "clip_grad_norm": CLIP, "precision": "fp16", "by_torch": True},
+        {"kind": "arena-ssd", "max_grad_norm": CLIP, "precision": "fp16", "by_torch": True},
     ),
     "gpipe, values of gradients": ("gpipe", {"kind": "ssd", "changes": True, "precision": "fp32"}),
-    "gpipe, updates during backward": ("gpipe", {"kind": "ssd", "accumulation_steps": 4}),
+    "gpipe, updates during backward": ("gpipe", {"kind": "ssd", "gradient_accumulation_steps": 4}),
     "1f1b, inputs of blocks on ssd": (
         "1f1b",
-        {"kind": "ssd", "clip_grad_norm": CLIP, "accumulation_steps": 4, "activations": "recompute+offload"},
+        {"kind": "ssd", "max_grad_norm": CLIP, "gradient_accumulation_steps": 4, "activations": "recompute+offload"},
     ),
     "interleaved, activations in ram": (
         "interleaved",
-        {"kind": "arena", "clip_grad_norm": CLIP, "activations": "offload"},
+        {"kind": "arena", "max_grad_norm": CLIP, "activations": "offload"},
     ),
     "1f1b, activations as there is room": (
         "1f1b",
-        {"kind": "arena", "accumulation_steps": 4, "activations": "auto"},
+        {"kind": "arena", "gradient_accumulation_steps": 4, "activations": "auto"},
     ),
     "interleaved, recomputed during speculation": (
         "interleaved",
-        {"kind": "ssd", "clip_grad_norm": CLIP, "accumulation_steps": 4, "activations": "recompute", "guess": True},
+        {
+            "kind": "ssd",
+            "max_grad_norm": CLIP,
+            "gradient_accumulation_steps": 4,
+            "activations": "recompute",
+            "guess": True,
+        },
     ),
 }
 SLOW = {"gpipe, updates during backward", "1f1b, activations as there is room", "interleaved, activations in ram"}
@@ -66,9 +72,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "updated on the device": {"kind": "updated-on-device"},
     "at home on the device": {"kind": "home-on-device"},
 }
-CASES |= {name: ("1f1b", {"clip_grad_norm": CLIP, **settings}) for name, settings in FEATURES.items()}
+CASES |= {name: ("1f1b", {"max_grad_norm": CLIP, **settings}) for name, settings in FEATURES.items()}
 SLOW |= FEATURES.keys()
-OF_ARITHMETIC = ("changes", "clip_grad_norm", "precision", "rule", "tiles", "late")
+OF_ARITHMETIC = ("changes", "max_grad_norm", "precision", "rule", "tiles", "late")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
@@ -77,7 +83,7 @@ def test_two_stages_have_the_bits_of_one_rank(name: str, ranks: RankServer, once
     results = ranks.run("train_pipeline", 2, tmp_path, schedule=schedule, divided={"pipeline_parallel": 2}, **settings)
     shared = {key: value for key, value in settings.items() if key in OF_ARITHMETIC}
     assert_same_bits(results, once("train_alone", 1, **shared))
-    if "clip_grad_norm" in settings:
+    if "max_grad_norm" in settings:
         assert all(norm > 2 * CLIP for norm in results[0]["norms"])
     if settings["kind"] == "ssd":
         assert all("weight" in result["lines"]["ssd"] for result in results)
@@ -108,7 +114,7 @@ def test_several_ranks_of_a_stage_divide_its_state(
     count: int, schedule: str, divided: dict[str, Any], experts: int, ranks: RankServer, once: Any, tmp_path: Path
 ) -> None:
     groups = count // 2 // divided.get("tensor_parallel", 1)
-    shared = {"precision": "fp32", "clip_grad_norm": CLIP, "experts": experts, "steps": 2}
+    shared = {"precision": "fp32", "max_grad_norm": CLIP, "experts": experts, "steps": 2}
     settings = {"schedule": schedule, "divided": {"pipeline_parallel": 2, **divided}, **shared}
     kind = "ssd" if divided.get("stage", 3) == 3 else "arena"
     by_torch = divided == {}
@@ -124,7 +130,7 @@ def test_several_ranks_of_a_stage_divide_its_state(
 @pytest.mark.slow
 def test_activations_that_ranks_of_a_stage_divide_change_no_bit(ranks: RankServer, tmp_path: Path) -> None:
     divided = {"pipeline_parallel": 2, "tensor_parallel": 2}
-    settings = {"divided": divided, "clip_grad_norm": CLIP, "activations": "recompute"}
+    settings = {"divided": divided, "max_grad_norm": CLIP, "activations": "recompute"}
     whole = ranks.run("train_pipeline", 4, tmp_path / "whole", **settings)
     partitioned = ranks.run("train_pipeline", 4, tmp_path / "divided", partition=True, **settings)
     assert_same_bits(partitioned, whole)
@@ -134,7 +140,7 @@ def test_gradients_that_the_schedule_scales_are_those_of_a_divided_loss(
     ranks: RankServer, once: Any, tmp_path: Path
 ) -> None:
     """Up to the rounding of the limit's small constant. The norm that is reported is of gradients as they came."""
-    shared = {"precision": "fp32", "clip_grad_norm": CLIP}
+    shared = {"precision": "fp32", "max_grad_norm": CLIP}
     settings = {"divided": {"pipeline_parallel": 2}, "scale_grads": True, **shared}
     (expected,) = once("train_alone", 1, **shared)
     norms = [4 * norm for norm in expected["norms"]]
@@ -157,7 +163,7 @@ def test_a_checkpoint_of_a_pipeline_resumes_with_the_same_bits(
         "way": way,
         "directory": str(tmp_path / "step-2"),
         "divided": {"pipeline_parallel": 2},
-        "clip_grad_norm": CLIP,
+        "max_grad_norm": CLIP,
     }
     saved = ranks.run("save_pipeline", count, tmp_path / "save", schedule=schedule, kind="ssd", **shared)
     for place, kind in (("save", "ssd"), ("ram", "ram")):
@@ -196,7 +202,7 @@ def test_what_stages_cannot_do_is_refused_on_each_of_them(ranks: RankServer, tmp
         ("1f1b", {"kind": "arena", "activations": "auto"}),
         ("interleaved", {"kind": "arena"}),
         ("gpipe", {"kind": "ram", "activations": "recompute"}),
-        ("1f1b", {"kind": "arena", "accumulation_steps": 4, "guess": True}),
+        ("1f1b", {"kind": "arena", "gradient_accumulation_steps": 4, "guess": True}),
     ],
     ids=str,
 )
@@ -205,7 +211,7 @@ def test_the_ranks_of_a_stage_divide_its_experts(
     schedule: str, settings: dict[str, Any], stage: int, ranks: RankServer, tmp_path: Path
 ) -> None:
     """With the bits that they have without a pipeline."""
-    shared = {"experts": 4, "clip_grad_norm": CLIP}
+    shared = {"experts": 4, "max_grad_norm": CLIP}
     divided = {"expert_parallel": 2, "stage": stage}
     expected = ranks.run("train_alone", 2, tmp_path / "alone", groups=2, divided=divided, **shared)
     divided |= {"pipeline_parallel": 2}
@@ -221,7 +227,7 @@ def test_a_checkpoint_of_stages_with_divided_experts_resumes_with_the_same_bits(
     ranks: RankServer, tmp_path: Path
 ) -> None:
     divided = {"pipeline_parallel": 2, "expert_parallel": 2, "stage": 2}
-    shared = {"directory": str(tmp_path / "step-2"), "experts": 4, "clip_grad_norm": CLIP}
+    shared = {"directory": str(tmp_path / "step-2"), "experts": 4, "max_grad_norm": CLIP}
     saved = ranks.run("save_pipeline", 4, tmp_path / "save", divided=divided, kind="arena", **shared)
     assert_same_bits(ranks.run("resume_pipeline", 4, tmp_path / "again", divided=divided, **shared), saved)
     (alone,) = ranks.run("resume_pipeline", 1, tmp_path / "alone", divided={}, **shared)

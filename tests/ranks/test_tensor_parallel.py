@@ -60,7 +60,7 @@ def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only
     name: str, count: int, parts: int, ranks: RankServer, tmp_path: Path
 ) -> None:
     """In fp32: a layer's sums are cut in two, and each later step sees the difference."""
-    shared = {"name": name, "parts": parts, "precision": "fp32", "clip_grad_norm": 0.5}
+    shared = {"name": name, "parts": parts, "precision": "fp32", "max_grad_norm": 0.5}
     alone = ranks.run("train_divided", 1, tmp_path / "alone", tensor=1, **shared)[0]
     for result in ranks.run("train_divided", count, tmp_path / "divided", tensor=2, **shared):
         if parts == 1:
@@ -77,7 +77,7 @@ def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only
 def test_tensor_parallel_ranks_divide_experts_with_others(ranks: RankServer, tmp_path: Path) -> None:
     """Attention over pairs of ranks, experts over pairs of those, against one rank: sums in another order."""
     model = write_mixture("mixtral-15m", tmp_path / "model")
-    shared = {"name": model, "parts": 2, "precision": "fp32", "steps": 2, "clip_grad_norm": 0.5}
+    shared = {"name": model, "parts": 2, "precision": "fp32", "steps": 2, "max_grad_norm": 0.5}
     alone = ranks.run("train_divided", 1, tmp_path / "alone", tensor=1, **shared)[0]
     on_ssd = {"tensor": 2, "expert_parallel": 2, "kind": "ssd", "activations": "keep"}
     for rank, result in enumerate(ranks.run("train_divided", 4, tmp_path / "divided", **on_ssd, **shared)):

@@ -15,8 +15,7 @@ from pagoda.checkpoint.export import export
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
-from pagoda.models.lora import LoraConfig
-from pagoda.train import OptimConfig, TrainConfig, run
+from pagoda.train import TrainConfig, run
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.text_files import chats, write_lines, write_pretrained
@@ -40,11 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(folder: Path, out: Path, **changes: Any) -> TrainConfig:
     """A run of two stages whose norm is clipped, with an evaluation and a checkpoint every second step."""
     usual = {
-        "model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "out": out, "steps": STEPS,
-        "batch_size": 2, "seq_len": 128, "accumulation_steps": 3, "pipeline_parallel": 2, "precision": "fp32",
-        "clip_grad_norm": 0.05, "eval_share": 0.3, "eval_rows": 6, "eval_every": 2, "checkpoint_every": 2,
+        "model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "output_dir": out, "max_steps": STEPS,
+        "per_device_train_batch_size": 2, "max_length": 128, "gradient_accumulation_steps": 3, "pipeline_parallel": 2, "precision": "fp32",
+        "max_grad_norm": 0.05, "eval_share": 0.3, "max_eval_samples": 6, "eval_steps": 2, "save_steps": 2,
         "keep_best": False,
-        "optim": OptimConfig(lr=3e-3, schedule="constant"), "memory": Memory(host="64MiB", unit_limit="16KiB"),
+        "learning_rate": 3e-3, "lr_scheduler_type": "constant", "memory": Memory(host="64MiB", unit_limit="16KiB"),
     }  # fmt: skip
     return TrainConfig(**{**usual, **changes})
 
@@ -58,7 +57,7 @@ def alone(ranks: RankServer, folder: Path) -> TrainConfig:
 
 
 def losses(config: TrainConfig) -> list[Any]:
-    run_dir = RunDir(config.out)
+    run_dir = RunDir(config.output_dir)
     return [[line["loss"] for line in read_metrics(path)] for path in (run_dir.metrics, run_dir.evals)]
 
 
@@ -67,39 +66,46 @@ def test_two_stages_have_the_bits_of_one_rank(
 ) -> None:
     """Of conversations that stay apart, with clipping, and in evaluations. What they leave is as any run's: one rank
     continues it, and it can be exported."""
-    config = config_of(folder, tmp_path / "run", steps=STEPS - 2)
+    config = config_of(folder, tmp_path / "run", max_steps=STEPS - 2)
     assert started(ranks, 2, tmp_path / "two", config) == [0, 0]
     shown, silent = (torch.load(tmp_path / "two" / f"rank-{rank}.pt")["shown"] for rank in range(2))
     assert "Pipeline: 2 stages, with 2, 1 layers" in shown
     assert "attention ends where a document does" in shown
     assert not silent
-    every = [read_metrics(config.out / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
+    every = [read_metrics(config.output_dir / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
     assert [line["loss"] for line in every[0]] == [None, None]
     assert all(line["grad_norm"] > 2 * 0.05 for lines in every for line in lines)
-    goes_on = replace(config, pipeline_parallel=1, steps=STEPS, resume=True)
+    goes_on = replace(config, pipeline_parallel=1, max_steps=STEPS, resume_from_checkpoint="last")
     assert started(ranks, 1, tmp_path / "one", goes_on) == [0]
     assert_same(goes_on, alone)
     assert losses(goes_on) == losses(alone)
     for source in (config, alone):
         export(RunDir(source.out).latest().state, tmp_path / f"of-{source.out.name}")
-    exported, expected = (load_file(tmp_path / f"of-{one.out.name}" / "model.safetensors") for one in (config, alone))
+    exported, expected = (
+        load_file(tmp_path / f"of-{one.output_dir.name}" / "model.safetensors") for one in (config, alone)
+    )
     assert_equal(exported, expected)
 
 
 def test_stages_continue_what_one_rank_began(
     ranks: RankServer, alone: TrainConfig, folder: Path, tmp_path: Path
 ) -> None:
-    config = config_of(folder, tmp_path / "run", resume=True, checkpoint="checkpoint-2")
-    shutil.copytree(alone.out, config.out)
+    config = config_of(folder, tmp_path / "run", resume_from_checkpoint="checkpoint-2")
+    shutil.copytree(alone.output_dir, config.output_dir)
     assert started(ranks, 2, tmp_path / "two", config) == [0, 0]
     assert_same(config, alone)
     assert losses(config) == losses(alone)
-    assert main(["generate", str(config.out), "--prompt", "hello", "--tokens", "2", "--memory.host", "64MiB"]) == 0
+    assert (
+        main(
+            ["generate", str(config.output_dir), "--prompt", "hello", "--max-new-tokens", "2", "--memory.host", "64MiB"]
+        )
+        == 0
+    )
 
 
 def assert_bits_of_whole_models(count: int, config: TrainConfig, ranks: RankServer, tmp_path: Path) -> None:
     """Two stages of `count` ranks each have the bits of `count` ranks without stages."""
-    whole = replace(config, pipeline_parallel=1, out=tmp_path / "whole")
+    whole = replace(config, pipeline_parallel=1, output_dir=tmp_path / "whole")
     assert started(ranks, 2 * count, tmp_path / "two", config) == [0] * (2 * count)
     assert started(ranks, count, tmp_path / "one", whole) == [0] * count
     assert_same(config, whole)
@@ -113,8 +119,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "layers are divided, too": (2, {"tensor_parallel": 2}),
     "ordered sums": (2, {"ordered_sums": True}),
     "fp16, and a loss in chunks": (1, {"precision": "fp16", "chunked_loss": True}),
-    "updates during backward": (1, {"clip_grad_norm": None, "activations": "recompute"}),
-    "muon, on ssd": (1, {"optimizer": "muon"}),
+    "updates during backward": (1, {"max_grad_norm": None, "activations": "recompute"}),
+    "muon, on ssd": (1, {"optim": "muon"}),
     "bf16, updates a step late": (1, {"precision": "bf16", "update": "async"}),
     "batches and layers in tiles": (1, {"batch_tiles": 2, "tile_limit": "8KiB", "activations": "auto"}),
 }
@@ -149,7 +155,7 @@ def test_a_mixture_of_experts_trains_in_stages(
     [
         ({"sample_every": 1}, "--sample-every needs a whole model"),
         ({"plan": "search"}, "--plan search is for whole models"),
-        ({"lora": LoraConfig(rank=2)}, "--lora.rank adapts whole models"),
+        ({"lora_r": 2}, "--lora-r adapts whole models"),
     ],
 )
 def test_settings_that_stages_cannot_keep_are_refused(
@@ -162,6 +168,6 @@ def test_settings_that_stages_cannot_keep_are_refused(
 def test_a_step_with_fewer_micro_batches_than_stages_is_refused(
     ranks: RankServer, folder: Path, tmp_path: Path
 ) -> None:
-    assert started(ranks, 2, tmp_path, config_of(folder, tmp_path / "run", accumulation_steps=1)) == [1, 1]
+    assert started(ranks, 2, tmp_path, config_of(folder, tmp_path / "run", gradient_accumulation_steps=1)) == [1, 1]
     for rank in range(2):
-        assert "give --accumulation-steps 2" in (tmp_path / f"error-{rank}.txt").read_text()
+        assert "give --gradient-accumulation-steps 2" in (tmp_path / f"error-{rank}.txt").read_text()

@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> TrainConfig:
 def test_ranks_read_the_batch_that_one_rank_would(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("0123456789abcdef" * 50)
     rows = Rows.of(open_tokens(str(tmp_path / "text")), 4)
-    shape = {"rows": rows, "accumulation_steps": 2, "seed": 3}
+    shape = {"rows": rows, "gradient_accumulation_steps": 2, "seed": 3}
     whole = Batches(batch_size=6, **shape)
     by_rank = [Batches(batch_size=2, rank=rank, ranks=3, **shape) for rank in range(3)]
     assert all(one.tokens_per_step == whole.tokens_per_step for one in by_rank)
@@ -51,11 +51,11 @@ def test_other_ranks_go_on_behind_the_samples_that_were_read(tmp_path: Path) -> 
 
 
 def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfig, tmp_path: Path) -> None:
-    alone = replace(whole, out=tmp_path / "alone", accumulation_steps=2)
+    alone = replace(whole, output_dir=tmp_path / "alone", gradient_accumulation_steps=2)
     assert started(ranks, 1, tmp_path / "one", alone) == [0]
     assert_same(alone, whole)
-    mine, rank_group = read_metrics(RunDir(alone.out).metrics), read_metrics(RunDir(whole.out).metrics)
-    own = [read_metrics(whole.out / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
+    mine, rank_group = read_metrics(RunDir(alone.output_dir).metrics), read_metrics(RunDir(whole.output_dir).metrics)
+    own = [read_metrics(whole.output_dir / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
     for step, (one, two, first, second) in enumerate(zip(mine, rank_group, *own, strict=True)):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert two["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-12)
@@ -68,17 +68,17 @@ def test_ranks_that_divide_sequences_train_as_one_rank_does(
     ranks: RankServer, config: TrainConfig, tmp_path: Path
 ) -> None:
     """Only sums have another order. One rank goes on from their checkpoint."""
-    config = replace(config, eval_share=0.2, eval_rows=6, eval_every=2, out=tmp_path / "one")
-    divided = replace(config, sequence_parallel=2, steps=STEPS - 2, out=tmp_path / "two")
+    config = replace(config, eval_share=0.2, max_eval_samples=6, eval_steps=2, output_dir=tmp_path / "one")
+    divided = replace(config, sequence_parallel=2, max_steps=STEPS - 2, output_dir=tmp_path / "two")
     assert started(ranks, 1, tmp_path / "a", config) == [0]
     assert started(ranks, 2, tmp_path / "b", divided) == [0, 0]
-    resumed = replace(divided, sequence_parallel=1, steps=STEPS, resume=True)
+    resumed = replace(divided, sequence_parallel=1, max_steps=STEPS, resume_from_checkpoint="last")
     assert started(ranks, 1, tmp_path / "c", resumed) == [0]
     for kind in ("metrics", "evals"):
-        one, two = (read_metrics(getattr(RunDir(each.out), kind)) for each in (config, resumed))
+        one, two = (read_metrics(getattr(RunDir(each.output_dir), kind)) for each in (config, resumed))
         assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
     assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
-    own = [read_metrics(divided.out / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
+    own = [read_metrics(divided.output_dir / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
     assert own[0][0]["loss"] != own[1][0]["loss"]
 
 
@@ -88,15 +88,15 @@ def test_tensor_parallel_ranks_train_as_one_rank_does(
 ) -> None:
     """They get the same batches, and only sums have another order. One rank goes on from their checkpoint."""
     lr = {"adamw": 1e-3, "adafactor": 1e-2}[optimizer]
-    config = replace(config, optimizer=optimizer, optim=replace(config.optim, lr=lr), out=tmp_path / "one")
-    config = replace(config, eval_share=0.2, eval_rows=6, eval_every=2)
-    divided = replace(config, tensor_parallel=2, steps=STEPS - 2, out=tmp_path / "two")
+    config = replace(config, optim=optimizer, learning_rate=lr, output_dir=tmp_path / "one")
+    config = replace(config, eval_share=0.2, max_eval_samples=6, eval_steps=2)
+    divided = replace(config, tensor_parallel=2, max_steps=STEPS - 2, output_dir=tmp_path / "two")
     assert started(ranks, 1, tmp_path / "a", config) == [0]
     assert started(ranks, 2, tmp_path / "b", divided) == [0, 0]
-    with SavedCheckpoint(RunDir(divided.out).latest().state) as checkpoint:
+    with SavedCheckpoint(RunDir(divided.output_dir).latest().state) as checkpoint:
         parts = checkpoint.parts("model.layers.0.mlp.up_proj.weight")
     assert len(parts) == (2 if optimizer == "adamw" else 1)
-    goes_on = replace(config, out=divided.out, resume=True)
+    goes_on = replace(config, output_dir=divided.output_dir, resume_from_checkpoint="last")
     assert started(ranks, 1, tmp_path / "c", goes_on) == [0]
     for name in ("metrics", "evals"):
         alone, together = (read_metrics(getattr(RunDir(run.out), name)) for run in (config, divided))
@@ -115,8 +115,8 @@ def test_ranks_take_the_plan_that_the_first_finds(
     ranks: RankServer, config: TrainConfig, tmp_path: Path, replicas: int
 ) -> None:
     memory = replace(config.memory, host="800KiB", ssd=f"{tmp_path / 'ssd'}:64MiB", unit_limit=None)
-    usual = replace(config, memory=memory, replicas=replicas, out=tmp_path / "usual")
-    searching = replace(usual, plan="search", out=tmp_path / "search")
+    usual = replace(config, memory=memory, replicas=replicas, output_dir=tmp_path / "usual")
+    searching = replace(usual, plan="search", output_dir=tmp_path / "search")
     cache = tmp_path / "cache" / "pagoda"
     environment = {"XDG_CACHE_HOME": str(cache.parent)}
     write_hardware(SMALL, cache / "hardware.json")
@@ -136,11 +136,11 @@ def test_ranks_take_the_plan_that_the_first_finds(
 def test_ranks_fall_back_together_from_a_damaged_checkpoint(
     ranks: RankServer, whole: TrainConfig, tmp_path: Path
 ) -> None:
-    config = replace(whole, out=tmp_path / "run")
-    shutil.copytree(whole.out, config.out)
-    last = RunDir(config.out).checkpoint(STEPS)
+    config = replace(whole, output_dir=tmp_path / "run")
+    shutil.copytree(whole.output_dir, config.output_dir)
+    last = RunDir(config.output_dir).checkpoint(STEPS)
     flip(last / "pagoda" / "exp_avg_sq.safetensors")
-    assert started(ranks, 2, tmp_path / "c", replace(config, resume=True)) == [0, 0]
+    assert started(ranks, 2, tmp_path / "c", replace(config, resume_from_checkpoint="last")) == [0, 0]
     first, second = (torch.load(tmp_path / "c" / f"rank-{rank}.pt") for rank in range(2))
     assert first["steps"] == second["steps"] == (STEPS - 1, STEPS)
     assert first["shown"].count("Falling back to the checkpoint after step 4") == 1
@@ -150,20 +150,29 @@ def test_ranks_fall_back_together_from_a_damaged_checkpoint(
 
 
 def test_a_directory_in_use_is_refused_on_every_rank(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
-    with locked(config.out):
+    with locked(config.output_dir):
         assert started(ranks, 2, tmp_path / "a", config) == [1, 1]
         for rank in range(2):
             assert "is in use by another run" in (tmp_path / "a" / f"error-{rank}.txt").read_text()
-        assert [path.name for path in config.out.iterdir()] == [LOCK]
+        assert [path.name for path in config.output_dir.iterdir()] == [LOCK]
 
 
 def test_one_rank_goes_on_with_the_steps_of_two_or_says_that_they_are_shorter(
     ranks: RankServer, whole: TrainConfig, tmp_path: Path
 ) -> None:
-    for passes, said in ((1, "A step has 2 sequences now, and had 4: --accumulation-steps 2 keeps them"), (2, "")):
+    for passes, said in (
+        (1, "A step has 2 sequences now, and had 4: --gradient-accumulation-steps 2 keeps them"),
+        (2, ""),
+    ):
         folder = tmp_path / str(passes)
-        config = replace(whole, out=folder / "run", resume=True, steps=STEPS + 1, accumulation_steps=passes)
-        shutil.copytree(whole.out, config.out)
+        config = replace(
+            whole,
+            output_dir=folder / "run",
+            resume_from_checkpoint="last",
+            max_steps=STEPS + 1,
+            gradient_accumulation_steps=passes,
+        )
+        shutil.copytree(whole.output_dir, config.output_dir)
         assert started(ranks, 1, folder, config) == [0]
         shown = torch.load(folder / "rank-0.pt")["shown"]
         assert ("A step has" in shown) == bool(said)

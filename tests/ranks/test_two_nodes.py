@@ -108,7 +108,7 @@ class Nodes:
 
     def wait_for_step(self, config: TrainConfig, step: int) -> None:
         """Return when a run has taken a step."""
-        metrics, deadline = RunDir(config.out).metrics, time.monotonic() + END_S
+        metrics, deadline = RunDir(config.output_dir).metrics, time.monotonic() + END_S
         while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
             assert time.monotonic() < deadline, f"step {step} did not come"
             assert all(process.poll() is None for process in self._processes), "torchrun has ended"
@@ -137,7 +137,7 @@ def nodes() -> Iterator[Nodes]:
 @pytest.fixture
 def whole(ranks: RankServer, tmp_path: Path) -> TrainConfig:
     """A run of four ranks on one node, whose bits do not depend on the number of ranks."""
-    config = replace(tiny_config(tmp_path), steps=STEPS, ordered_sums=True, out=tmp_path / "whole")
+    config = replace(tiny_config(tmp_path), max_steps=STEPS, ordered_sums=True, output_dir=tmp_path / "whole")
     assert started(ranks, 4, tmp_path / "a", config) == [0] * 4
     return config
 
@@ -145,17 +145,17 @@ def whole(ranks: RankServer, tmp_path: Path) -> TrainConfig:
 @pytest.fixture
 def config(whole: TrainConfig, tmp_path: Path) -> TrainConfig:
     """The same run, to be trained by others."""
-    return replace(whole, out=tmp_path / "two")
+    return replace(whole, output_dir=tmp_path / "two")
 
 
 def _flags(whole: TrainConfig, config: TrainConfig) -> list[str]:
-    return ["--config", str(whole.out / "run.yaml"), "--out", str(config.out)]
+    return ["--config", str(whole.output_dir / "run.yaml"), "--output-dir", str(config.output_dir)]
 
 
 def _assert_ended_as(whole: TrainConfig, config: TrainConfig) -> None:
     """With the same bits, and every step once in the metrics."""
     assert_same(whole, config)
-    assert [line["step"] for line in read_metrics(RunDir(config.out).metrics)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in read_metrics(RunDir(config.output_dir).metrics)] == list(range(1, STEPS + 1))
 
 
 def test_two_nodes_give_the_bits_of_one_though_their_link_is_cut_for_seconds(
@@ -188,7 +188,7 @@ def test_after_a_cut_that_lasts_each_node_says_who_is_gone_and_two_ranks_go_on(
     first, second = (file.read_text() for file in prints)
     assert re.search(r"pagoda: Rank 2 \(process \d+ on node-1\), 3 \(process \d+ on node-1\) is gone", first)
     assert "Nor does torch's store on 10.77.0.1 answer." in second
-    assert RunDir(config.out).latest().step < STEPS
-    goes_on = replace(config, accumulation_steps=2, resume=True)
+    assert RunDir(config.output_dir).latest().step < STEPS
+    goes_on = replace(config, gradient_accumulation_steps=2, resume_from_checkpoint="last")
     assert started(ranks, 2, tmp_path / "b", goes_on) == [0, 0]
     _assert_ended_as(whole, config)

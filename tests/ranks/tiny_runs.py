@@ -9,7 +9,7 @@ from zoo import assert_equal
 
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.config.memory import Memory
-from pagoda.train import OptimConfig, TrainConfig
+from pagoda.train import TrainConfig
 from pagoda.train.run_dir import RunDir
 from tests.tiny import tiny_run, write_model
 
@@ -24,11 +24,11 @@ def tiny_config(tmp_path: Path) -> TrainConfig:
     return tiny_run(
         tmp_path,
         model=write_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=3),
-        steps=STEPS,
+        max_steps=STEPS,
         precision="fp32",
         memory=Memory(host="64MiB", unit_limit="16KiB", page_size="4KiB"),
-        checkpoint_every=2,
-        optim=OptimConfig(schedule="constant"),
+        save_steps=2,
+        lr_scheduler_type="constant",
     )
 
 
@@ -42,8 +42,8 @@ def started(ranks: RankServer, count: int, out: Path, config: TrainConfig, **set
 
 def states_of(config: TrainConfig) -> dict[str, Any]:
     """Everything that the last checkpoint of a run holds."""
-    last = RunDir(config.out).latest()
-    assert last.step == config.steps
+    last = RunDir(config.output_dir).latest()
+    assert last.step == config.max_steps
     with SavedCheckpoint(last.state) as checkpoint:
         return {
             f"{state} of {name}": checkpoint.tensors[state][name].whole().reshape(-1)

@@ -104,7 +104,7 @@ USES: dict[str, Callable[[Any, Any, Path], object]] = {
     "step": lambda model, optimizer, path: optimizer.step(),
     "zero-grad": lambda model, optimizer, path: optimizer.zero_grad(),
     "clip": lambda model, optimizer, path: optimizer.clip_grad_norm_(1.0),
-    "drain": lambda model, optimizer, path: optimizer.drain(),
+    "drain": lambda model, optimizer, path: optimizer.synchronize(),
     "optimizer-state": lambda model, optimizer, path: optimizer.state_dict(),
     "save": lambda model, optimizer, path: optimizer.save_checkpoint(path / "another"),
     "load": lambda model, optimizer, path: optimizer.load_checkpoint(path / "checkpoint"),

@@ -131,7 +131,7 @@ def test_the_full_state_dict_of_a_part_or_of_a_changed_model_has_the_names_of_th
 @pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "during-backward"])
 def test_a_model_frozen_after_backward_takes_its_step_and_no_other(announced: int | None, wrap: Wrap) -> None:
     """peft's get_peft_model for prompts freezes the model and holds what trains outside of it."""
-    model, optimizer = wrap(fresh(), precision="fp32", accumulation_steps=announced)
+    model, optimizer = wrap(fresh(), precision="fp32", gradient_accumulation_steps=announced)
     before = model.state_dict()["body.weight"]
     loss_of(model).backward()
     model.requires_grad_(False)
@@ -161,7 +161,7 @@ def test_parameters_edited_in_and_out_of_groups_are_refused(wrap: Wrap) -> None:
 @each_once(kind=[torch.optim.SGD, torch.optim.AdamW], announced=[None, 1])
 def test_another_optimizer_over_paged_parameters_is_refused(announced: int | None, kind: type[Any], wrap: Wrap) -> None:
     """And one over other parameters is not."""
-    model, _ = wrap(fresh(), precision="fp32", accumulation_steps=announced)
+    model, _ = wrap(fresh(), precision="fp32", gradient_accumulation_steps=announced)
     plain = fresh()
     loss_of(model).backward()
     loss_of(plain).backward()

@@ -82,7 +82,7 @@ def test_whatever_the_timing_each_step_reads_the_weights_without_the_step_before
     the states as they have become. If weights are predicted, it goes on from the last step by another like it."""
     recipe = Recipe("plain", checkpointing=checkpointing)
     memory = memory_of(recipe, placement, tmp_path, predict)
-    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update=PREDICTED if predict else LATE)
+    model, optimizer = wrap(recipe.build(), memory, max_grad_norm=0.5, update=PREDICTED if predict else LATE)
     delays = random.Random(1)
 
     def slow(apply: Callable[..., None]) -> Callable[..., None]:
@@ -121,7 +121,7 @@ def test_whatever_the_timing_each_step_reads_the_weights_without_the_step_before
             optimizer.step()
             outcome.norms.append(optimizer.stats.grad_norm)
 
-    mine.assert_same_bits(run(recipe.build(), RESIDENT, late, clip_grad_norm=0.5))
+    mine.assert_same_bits(run(recipe.build(), RESIDENT, late, max_grad_norm=0.5))
 
 
 @pytest.mark.parametrize("precision", get_args(Precision))
@@ -202,7 +202,7 @@ def test_the_first_steps_wait_for_their_updates_if_asked_also_before_a_resume(tm
         for step in range(STEPS):
             losses += steps(model, optimizer, generator)
             if step < drained:
-                optimizer.drain()
+                optimizer.synchronize()
             if step == 3 and saves is not None:
                 optimizer.save_checkpoint(saves)
                 model, optimizer = wrap(recipe.build(), memory, update=update)
@@ -267,7 +267,7 @@ def test_evaluations_read_the_weights_of_the_next_step_and_change_no_bit(
             assert seen == evaluated(model, grad=True)
         else:
             seen = evaluated(model)
-            optimizer.drain()
+            optimizer.synchronize()
             assert seen != evaluated(model)
         outcomes.append(state_of(model, optimizer))
         outcomes[-1].losses = losses
@@ -297,7 +297,7 @@ def test_states_are_read_with_every_step_and_that_changes_no_bit(
     outcomes[0].assert_same_bits(outcomes[1])
     model, optimizer = wrap(recipe.build(), RESIDENT, update=update)
     steps(model, optimizer, seeded(), STEPS - 1)
-    optimizer.drain()
+    optimizer.synchronize()
     zoo.assert_equal(seen[-2][0], model.state_dict())
     zoo.assert_equal(seen[-2][1], optimizer.state_dict()["state"])
 
@@ -307,7 +307,7 @@ def test_a_graph_older_than_the_published_weights_is_refused(wrap: Wrap) -> None
     generator = seeded()
     older = loss_of(model, generator)
     steps(model, optimizer, generator)
-    optimizer.drain()
+    optimizer.synchronize()
     with pytest.raises(pagoda.UsageError, match="as they were in forward"):
         older.backward()
 
@@ -321,7 +321,7 @@ def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_tha
 ) -> None:
     recipe = Recipe("plain")
     memory = memory_of(recipe, placement, tmp_path)
-    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update=LATE)
+    model, optimizer = wrap(recipe.build(), memory, max_grad_norm=0.5, update=LATE)
     generator = seeded()
     optimizer.save_checkpoint(tmp_path / "start")
     start = model.state_dict()
@@ -331,7 +331,7 @@ def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_tha
     saved = state_of(model, optimizer)
     assert all(state["step"] == 4 for state in optimizer.state_dict()["state"].values())
 
-    resumed = wrap(recipe.build(), RESIDENT, clip_grad_norm=0.5)
+    resumed = wrap(recipe.build(), RESIDENT, max_grad_norm=0.5)
     resumed[1].load_checkpoint(tmp_path / "saved")
     state_of(*resumed).assert_same_bits(saved)
     optimizer.load_checkpoint(tmp_path / "start")  # replaces what lags
@@ -357,7 +357,7 @@ def test_neither_a_checkpoint_nor_a_resume_from_it_changes_a_bit(
         memory = replace(memory_of(recipe, placement, tmp_path / name, predict), ssd_checkpoints=int(paged))
         if name == "other":
             memory = replace(RESIDENT, unit_limit=OTHER_UNITS)
-        return wrap(recipe.build(), memory, clip_grad_norm=0.5, update=update)
+        return wrap(recipe.build(), memory, max_grad_norm=0.5, update=update)
 
     def ends(run: tuple[Any, PagedOptimizer], losses: list[float], generator: torch.Generator) -> Outcome:
         losses += steps(*run, generator, 3)
@@ -391,7 +391,7 @@ def test_a_run_with_other_updates_goes_on_from_the_newest_weights_and_says_so(
     model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update=LATE)
     steps(model, optimizer, seeded(), 3)
     optimizer.save_checkpoint(tmp_path / "late")
-    optimizer.drain()
+    optimizer.synchronize()
     optimizer.save_checkpoint(tmp_path / "drained")
     losses = []
     for name in ("late", "drained"):
@@ -426,19 +426,19 @@ def test_a_step_that_is_interrupted_or_not_finite_is_dropped_alone(wrap: Wrap) -
         model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update="async")
         generator = seeded()
         steps(model, optimizer, generator)
-        optimizer.drain()
+        optimizer.synchronize()
         if disturbed:
             (loss_of(model, seeded(2)) * float("nan")).backward()
             with pytest.raises(pagoda.NonFiniteGradientError):
                 optimizer.step()
-            optimizer.drain()
+            optimizer.synchronize()
             handle = model.blocks[1].down.register_forward_pre_hook(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model, seeded(2))
             handle.remove()
         for _ in range(2):
             steps(model, optimizer, generator)
-            optimizer.drain()
+            optimizer.synchronize()
         assert max(seen.max for seen in optimizer.stats.staleness.values()) <= 1
         outcomes.append(state_of(model, optimizer))
     outcomes[0].assert_same_bits(outcomes[1])

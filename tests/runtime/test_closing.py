@@ -134,13 +134,13 @@ def test_nothing_is_kept_of_the_steps_that_are_over(speculate: bool) -> None:
     settings: dict[str, Any] = {"precision": "bf16"}
     memory = RESIDENT
     if speculate:
-        settings |= {"clip_grad_norm": 1e6, "accumulation_steps": 1}
+        settings |= {"max_grad_norm": 1e6, "gradient_accumulation_steps": 1}
         memory = replace(RESIDENT, device="cpu:1MiB", split=pagoda.Split())
     model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=memory, **settings)
     kept = []
     for _ in range(3):
         train(model, optimizer, "step")
-        optimizer.drain()
+        optimizer.synchronize()
         gc.collect()
         kept.append(sum(type(each) is UnitGradient for each in gc.get_objects()))
     assert (optimizer.stats.updates_kept > 0) == speculate

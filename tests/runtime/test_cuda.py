@@ -65,8 +65,8 @@ def train(recipe: Recipe, placement: str, directory: Path, **settings: Any) -> O
         moments=recipe.moments,
         rule=recipe.rule,
         precision=recipe.numbers,
-        clip_grad_norm=recipe.clip,
-        accumulation_steps=recipe.accumulation if recipe.announced else None,
+        max_grad_norm=recipe.clip,
+        gradient_accumulation_steps=recipe.accumulation if recipe.announced else None,
         **settings,
     )
 
@@ -216,7 +216,7 @@ def test_training_agrees_with_the_cpu_within_rounding(
             outcome.losses.append(loss.item())
             take_step(optimizer, outcome)
 
-    cpu = run(recipe.build(), pagoda.Memory(host="64MiB"), on_cpu, precision="fp32", clip_grad_norm=recipe.clip)
+    cpu = run(recipe.build(), pagoda.Memory(host="64MiB"), on_cpu, precision="fp32", max_grad_norm=recipe.clip)
     gpu = train(recipe, FEW, tmp_path)
     assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
 
@@ -264,7 +264,7 @@ def test_fifty_steps_take_no_memory_that_the_first_did_not(placement: str, tmp_p
     recipe = Recipe("llama")
     model = recipe.build()
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(), memory=memory(placement, tmp_path, recipe), clip_grad_norm=1.0, precision="bf16"
+        model, pagoda.AdamW(), memory=memory(placement, tmp_path, recipe), max_grad_norm=1.0, precision="bf16"
     )
     inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
     allocated, asked = [], []
@@ -272,7 +272,7 @@ def test_fifty_steps_take_no_memory_that_the_first_did_not(placement: str, tmp_p
         loss_of(model(**inputs)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.drain()
+        optimizer.synchronize()
         torch.cuda.synchronize()
         allocated.append(settled())
         stats = torch.cuda.memory_stats()
@@ -307,7 +307,7 @@ def test_a_profile_names_what_pagoda_does(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=activities, experimental_config=everything) as profile:
         loss_of(model(**inputs)).backward()
         optimizer.step()
-        optimizer.drain()
+        optimizer.synchronize()
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
     assert {"pagoda::h2d", "pagoda::d2h", "pagoda::update", "pagoda::device_update"} <= names

@@ -52,13 +52,13 @@ class Layers(nn.Module):
 def test_without_ssd_the_units_that_hold_the_buffers_are_named(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where gradients come to buffers one by one, as large ones do: not once all of a unit have been made."""
     monkeypatch.setattr(gradients, "_WORTH_BYTES", 1)
-    model, options = Layers(), Options(PAGE, 1, accumulation_steps=1)
+    model, options = Layers(), Options(PAGE, 1, gradient_accumulation_steps=1)
     host = least_host(describe(model), pagoda.AdamW().states("bf16"), Budgets(PAGE), options)
-    model, _ = wrap(model, Memory(host=host, page_size=PAGE, unit_limit=1), accumulation_steps=1)
+    model, _ = wrap(model, Memory(host=host, page_size=PAGE, unit_limit=1), gradient_accumulation_steps=1)
     assert STAGING in pagoda.plan_of(model).bytes["host"]
     with pytest.raises(BudgetError) as refused:
         model(torch.ones(2, 64, dtype=torch.bfloat16)).backward()
-    for text in ("'layers.1'", "'layers.4'", "unit 'layers.0'", "memory.ssd", "accumulation_steps"):
+    for text in ("'layers.1'", "'layers.4'", "unit 'layers.0'", "memory.ssd", "gradient_accumulation_steps"):
         assert text in str(refused.value)
 
 
@@ -78,7 +78,7 @@ def test_several_threads_add_a_gradient_from_a_device_at_the_same_time(
     torch.set_num_threads(2)
     try:
         linear = nn.Linear(BOUNCE_ELEMENTS // 512, 1300, bias=False)
-        model, optimizer = wrap(linear, Memory(device="cpu:32MiB", host="128MiB"), accumulation_steps=2)
+        model, optimizer = wrap(linear, Memory(device="cpu:32MiB", host="128MiB"), gradient_accumulation_steps=2)
     finally:
         torch.set_num_threads(threads)
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_no_update_sees_a_gradient_that_cannot_be_read_back(
 
     def step() -> None:
         train_layers(model, optimizer, 1)
-        optimizer.drain()
+        optimizer.synchronize()
 
     optimizer.save_checkpoint(tmp_path / "saved")
     with monkeypatch.context() as patch:
@@ -158,7 +158,7 @@ def test_a_sparse_gradient_trains_as_the_same_gradient_made_dense(tmp_path: Path
     def losses(sparse: bool, memory: Memory) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(64, 128, sparse=sparse), nn.Linear(128, 64))
-        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=0.1), memory=memory, clip_grad_norm=0.1, precision="bf16")
+        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=0.1), memory=memory, max_grad_norm=0.1, precision="bf16")
         found = []
         for tokens in torch.randint(0, 64, (6, 4, 8), generator=torch.Generator().manual_seed(1)):
             loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())

@@ -69,7 +69,7 @@ SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
 @each_once(scheduler=[*SCHEDULERS], announced=[None, 1])
 def test_groups_and_schedules_do_what_they_do_in_torch(scheduler: str, announced: int | None, wrap: Wrap) -> None:
     model, plain = layers(), layers()
-    mine = wrap(model, param_groups=by_layer(model), precision="fp32", accumulation_steps=announced)
+    mine = wrap(model, param_groups=by_layer(model), precision="fp32", gradient_accumulation_steps=announced)
     reference = torchs_adamw(by_layer(plain))
     schedules = [SCHEDULERS[scheduler](optimizer) for optimizer in (mine[1], reference)]
 
@@ -114,7 +114,7 @@ def test_groups_of_sgd_train_with_torchs_bits_wherever_they_are(
 @during_backward_too
 def test_a_frozen_parameter_keeps_weight_and_state(announced: int | None, wrap: Wrap) -> None:
     """And training goes on from there, as in torch."""
-    mine, plain = wrap(layers(), precision="fp32", accumulation_steps=announced), layers()
+    mine, plain = wrap(layers(), precision="fp32", gradient_accumulation_steps=announced), layers()
     name, weights = "layers.1.0.weight", list[torch.Tensor]()
 
     def freeze(model: nn.Module, _optimizer: object, step: int) -> None:
@@ -133,7 +133,7 @@ def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient(
     passes: int, announced: int | None, wrap: Wrap
 ) -> None:
     """And keeps the one that it has from an earlier pass."""
-    model, optimizer = wrap(layers(), precision="fp32", accumulation_steps=announced and passes)
+    model, optimizer = wrap(layers(), precision="fp32", gradient_accumulation_steps=announced and passes)
     plain = layers()
     for each in (model, plain):
         for last in range(passes, 0, -1):
@@ -150,7 +150,7 @@ def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient(
 def test_a_parameter_frozen_at_first_can_be_unfrozen_if_it_is_in_a_group(announced: int | None, wrap: Wrap) -> None:
     """Gradual unfreezing: the groups have every parameter, as torch users write it."""
     model, plain = frozen_at(0, 1), frozen_at(0, 1)
-    mine = wrap(model, param_groups=model.parameters(), precision="fp32", accumulation_steps=announced)
+    mine = wrap(model, param_groups=model.parameters(), precision="fp32", gradient_accumulation_steps=announced)
 
     def unfreeze(model: Any, _optimizer: object, step: int) -> None:
         if step in (2, 4):

@@ -126,8 +126,12 @@ class Run:
             sizes["activations"] = case.activations
             memory = squeeze(model, case.place, folder / "ssd", precision="fp32", **sizes)
         (folder / "ssd").mkdir(parents=True)
-        settings: dict[str, Any] = {"precision": "fp32", "memory": memory, "accumulation_steps": case.announced}
-        settings |= {"clip_grad_norm": 1.0 if case.clips else None, "update": case.update}
+        settings: dict[str, Any] = {
+            "precision": "fp32",
+            "memory": memory,
+            "gradient_accumulation_steps": case.announced,
+        }
+        settings |= {"max_grad_norm": 1.0 if case.clips else None, "update": case.update}
         if not keeps:
             settings["activations"] = case.activations
         self.model, self.optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), **settings)

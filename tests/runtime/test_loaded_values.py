@@ -1,4 +1,4 @@
-"""Values that are loaded into a model inside `pagoda.init()`, or after it: they are trained from."""
+"""Values that are loaded into a model inside `pagoda.deferred_init()`, or after it: they are trained from."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -80,7 +80,7 @@ def assert_has_source(model: nn.Module) -> None:
 @pytest.mark.parametrize("how", LOAD)
 def test_values_loaded_inside_init_or_after_it_are_trained_from(how: str, wrap: Wrap) -> None:
     for after in (False, True):
-        with pagoda.init():
+        with pagoda.deferred_init():
             model = Tied()
             assert is_waiting(model.layer[0].weight)
             if not after:
@@ -91,7 +91,7 @@ def test_values_loaded_inside_init_or_after_it_are_trained_from(how: str, wrap: 
 
 
 def test_what_is_not_loaded_is_initialised(wrap: Wrap) -> None:
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = Tied()
     model.load_state_dict({"layer.0.bias": torch.full((16,), 3.0)}, strict=False)
     assert is_waiting(model.layer[0].weight)
@@ -103,7 +103,7 @@ def test_what_is_not_loaded_is_initialised(wrap: Wrap) -> None:
 
 def test_copies_of_a_layer_are_loaded_apart(wrap: Wrap) -> None:
     """torch's encoder copies its layer, which waits by then. A value of another shape is reported as ever."""
-    with pagoda.init():
+    with pagoda.deferred_init():
         layer = nn.Linear(4, 4)
         model = nn.Sequential(layer, deepcopy(layer))
         values = {
@@ -121,7 +121,7 @@ def test_from_pretrained_inside_init_has_the_weights_of_the_files(wrap: Wrap, tm
     torch.manual_seed(0)
     plain = llama()
     plain.save_pretrained(tmp_path)
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = LlamaForCausalLM.from_pretrained(tmp_path)
     found = wrap(model)[0].state_dict()
     assert_equal(found, plain.state_dict())
@@ -144,7 +144,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 @torch.no_grad()
 @pytest.mark.parametrize("inside", [True, False])
 def test_what_is_written_to_a_waiting_parameter_is_kept(inside: bool, wrap: Wrap) -> None:
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in WRITES))
         for layer in model:
             layer.weight.fill_(0.5)
@@ -181,7 +181,7 @@ def test_what_wrap_repeats_may_write_as_it_likes(wrap: Wrap) -> None:
                 self.weight[:2] = torch.arange(16.0).view(2, 8)
                 self.weight[2:].copy_(torch.ones(2, 8))
 
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = Table()
         assert is_waiting(model.weight)
     found = wrap(model)[0].state_dict()["weight"]
@@ -189,7 +189,7 @@ def test_what_wrap_repeats_may_write_as_it_likes(wrap: Wrap) -> None:
 
 
 def test_casting_and_freezing_what_waits_is_no_write(wrap: Wrap) -> None:
-    with pagoda.init():
+    with pagoda.deferred_init():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = deepcopy(model.to(torch.bfloat16).train())
     model[0].requires_grad_(False)

@@ -78,7 +78,7 @@ def test_adapters_over_weights_larger_than_ram_train_to_the_bits_of_peft_in_memo
     """Frozen weights cost their weights alone, and peft loads what was trained into a plain model."""
     plain = adapted()
     expected = train_in_memory(plain)
-    model, optimizer = pagoda.wrap(adapted(), RULE, memory=on_ssd(tmp_path), precision="fp32", clip_grad_norm=1.0)
+    model, optimizer = pagoda.wrap(adapted(), RULE, memory=on_ssd(tmp_path), precision="fp32", max_grad_norm=1.0)
     losses = losses_of(partial(loss_of, model), optimizer, STEPS)
     assert losses == expected
     assert losses[-1] != losses[0]
@@ -158,7 +158,7 @@ def test_adapters_of_fused_experts_have_the_bits_of_peft_in_memory(unit_limit: s
 
     expected = train_in_memory(adapted_experts())
     memory = pagoda.Memory(host="8MiB", unit_limit=unit_limit, page_size=PAGE)
-    model, optimizer = pagoda.wrap(adapted_experts(), RULE, memory=memory, precision="fp32", clip_grad_norm=1.0)
+    model, optimizer = pagoda.wrap(adapted_experts(), RULE, memory=memory, precision="fp32", max_grad_norm=1.0)
     assert losses_of(partial(loss_of, model), optimizer, STEPS) == expected
     optimizer.close()
 

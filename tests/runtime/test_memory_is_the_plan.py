@@ -40,18 +40,18 @@ class Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 def build(layers, hidden, intermediate):
-    with pagoda.init():
+    with pagoda.deferred_init():
         blocks = (Layer(hidden, intermediate) for _ in range(layers))
         return nn.Sequential(nn.Embedding(vocabulary, hidden), *blocks, nn.Linear(hidden, vocabulary))
 
 def train(model, memory):
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-4), memory=pagoda.Memory(**memory), clip_grad_norm=1.0)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-4), memory=pagoda.Memory(**memory), max_grad_norm=1.0)
     for _ in range(2):
         ids = torch.randint(vocabulary, (tokens,))
         nn.functional.cross_entropy(model(ids).float(), ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.drain()
+    optimizer.synchronize()
     return model, optimizer
 
 def status(name):

@@ -33,7 +33,9 @@ def test_compute_waits_until_few_enough_bytes_are_on_their_way() -> None:
 def test_what_leases_and_buffers_hold_is_measured_over_each_step() -> None:
     model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.ones(2, 8)
     memory = pagoda.Memory(host="64MiB", device="cpu:64KiB", page_size=4096)
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32", accumulation_steps=1)
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(), memory=memory, precision="fp32", gradient_accumulation_steps=1
+    )
     with closing(optimizer):
         for _ in range(2):
             model(batch).sum().backward()

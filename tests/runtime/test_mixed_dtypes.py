@@ -129,9 +129,9 @@ RULES: dict[str, Rule] = {
     "adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "clipped": {"clip_grad_norm": 0.5},
-    "during backward": {"accumulation_steps": 2},
-    "announced, clipped": {"accumulation_steps": 2, "clip_grad_norm": 0.5},
+    "clipped": {"max_grad_norm": 0.5},
+    "during backward": {"gradient_accumulation_steps": 2},
+    "announced, clipped": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
     "fp32 gradients": {"precision": pagoda.MixedPrecision(gradients="fp32")},
     "asynchronous": {"update": "async"},
     "predicted": {"update": pagoda.Updates("async", predict=True)},
@@ -143,8 +143,8 @@ def memory_of(name: str, placement: str, folder: Path, rule: Rule, **settings: A
     """The smallest budgets in which the model trains in a placement, or all in RAM."""
     if placement == "resident":
         return RESIDENT
-    clips = settings.get("clip_grad_norm") is not None
-    announced = settings.get("accumulation_steps")
+    clips = settings.get("max_grad_norm") is not None
+    announced = settings.get("gradient_accumulation_steps")
     if getattr(settings.get("update"), "predict", False):
         rule = rule.predicting(1.0)
     options = {"announced": announced, "clipping": clips, "asynchronous": "update" in settings}
@@ -181,12 +181,12 @@ def test_a_checkpoint_resumes_bit_for_bit_in_any_placement_and_an_export_has_eac
     def wrapped(placement: str, seed: int) -> tuple[nn.Module, Any]:
         folder = tmp_path / placement
         folder.mkdir(exist_ok=True)
-        memory = replace(memory_of("mixed", placement, folder, rule, clip_grad_norm=0.5), ssd_checkpoints=2)
+        memory = replace(memory_of("mixed", placement, folder, rule, max_grad_norm=0.5), ssd_checkpoints=2)
         model = build("mixed")
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(seed)
-        return pagoda.wrap(model, rule, memory=memory, clip_grad_norm=0.5)
+        return pagoda.wrap(model, rule, memory=memory, max_grad_norm=0.5)
 
     model, optimizer = wrapped(saved, 0)
     steps(model, optimizer, Outcome())

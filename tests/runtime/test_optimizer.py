@@ -45,8 +45,8 @@ def test_a_closure_runs_with_gradients_and_its_loss_is_returned(wrap: Wrap) -> N
 @each_once(clear=["optimizer", "model"], clip=[None, 0.1])
 def test_cleared_gradients_never_happened(clear: str, clip: float | None, wrap: Wrap) -> None:
     """Cleared after a backward that reached more layers, and between a forward and its backward."""
-    model, optimizer = wrap(layers(), clip_grad_norm=clip)
-    twin, twin_optimizer = wrap(layers(), clip_grad_norm=clip)
+    model, optimizer = wrap(layers(), max_grad_norm=clip)
+    twin, twin_optimizer = wrap(layers(), max_grad_norm=clip)
     for seed in range(STEPS):
         backward(model, 100 + seed)
         loss = model(inputs(seed), [0, 1])
@@ -117,7 +117,7 @@ def test_a_state_that_means_another_update_is_refused(moments: Moments, wrap: Wr
 
 
 def test_what_was_applied_during_backward_can_be_neither_changed_nor_dropped(wrap: Wrap) -> None:
-    model, optimizer = wrap(layers(), accumulation_steps=1)
+    model, optimizer = wrap(layers(), gradient_accumulation_steps=1)
     backward(model, 1)
     with pytest.raises(pagoda.UsageError, match="were applied during backward"):
         optimizer.zero_grad()
@@ -144,7 +144,7 @@ BETWEEN: dict[str, Callable[[nn.Module, Any], object]] = {
 
 def test_states_of_which_some_were_updated_during_backward_are_neither_used_nor_written(wrap: Wrap) -> None:
     """With updates at `step()`, each of these would see or change the states before the update."""
-    mine, twin = wrap(layers(), accumulation_steps=1), wrap(layers(), accumulation_steps=1)
+    mine, twin = wrap(layers(), gradient_accumulation_steps=1), wrap(layers(), gradient_accumulation_steps=1)
     for between in BETWEEN.values():
         for model, _ in (mine, twin):
             backward(model, 1)
@@ -157,16 +157,16 @@ def test_states_of_which_some_were_updated_during_backward_are_neither_used_nor_
 
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["no-clip", "clip"])
 def test_more_backward_passes_than_announced_are_refused(clip: float | None, wrap: Wrap) -> None:
-    model, _ = wrap(layers(), accumulation_steps=2, clip_grad_norm=clip)
+    model, _ = wrap(layers(), gradient_accumulation_steps=2, max_grad_norm=clip)
     backward(model, 1)
     backward(model, 2)
-    with pytest.raises(pagoda.UsageError, match=r"accumulation_steps"):
+    with pytest.raises(pagoda.UsageError, match=r"gradient_accumulation_steps"):
         backward(model, 3)
 
 
 def test_fewer_backward_passes_than_announced_are_one_step_all_the_same(wrap: Wrap) -> None:
     """As at the end of an epoch."""
-    mine, twin = wrap(layers(), accumulation_steps=4), wrap(layers())
+    mine, twin = wrap(layers(), gradient_accumulation_steps=4), wrap(layers())
     for passes in (4, 2, 4):
         step(mine, *range(passes))
         step(twin, *range(passes))
@@ -180,7 +180,7 @@ def test_stats_describe_the_step(wrap: Wrap, tmp_path: Path) -> None:
     moved: Counter[str] = Counter()
     for seed in range(4):
         backward(model, seed)
-        optimizer.drain()  # so that the bytes of every update before are counted
+        optimizer.synchronize()  # so that the bytes of every update before are counted
         optimizer.step()
         stats = optimizer.stats
         moved.update(stats.bytes_moved)

@@ -76,7 +76,7 @@ def test_a_fixed_scale_changes_no_norm_and_does_not_forgive(wrap: Wrap) -> None:
     norms = []
     for scale in (1, 256):
         precision = pagoda.MixedPrecision("fp16", loss_scale=scale)
-        model, optimizer = wrap(layers(), precision=precision, clip_grad_norm=0.01)
+        model, optimizer = wrap(layers(), precision=precision, max_grad_norm=0.01)
         for seed in range(3):
             step((model, optimizer), seed, 1000)  # no denormal gradients at either scale, so that each is exact
         norms.append(optimizer.stats.grad_norm)
@@ -144,7 +144,7 @@ def test_a_model_trains_in_its_own_dtype_unless_a_precision_is_given(dtype: torc
 def test_norms_of_groups_add_up_to_the_norm(wrap: Wrap) -> None:
     model, plain = layers(), layers()
     groups = [{"params": layer.parameters()} for layer in model.get_submodule("layers")]
-    model, optimizer = wrap(model, param_groups=groups, precision="fp32", clip_grad_norm=1e-3)
+    model, optimizer = wrap(model, param_groups=groups, precision="fp32", max_grad_norm=1e-3)
     for module in (model, plain):
         module(inputs(1), [0, 2]).backward()
     optimizer.step()

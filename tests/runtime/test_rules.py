@@ -118,14 +118,14 @@ def test_a_checkpoint_resumes_every_rule_without_a_changed_bit(rule: Rule, wrap:
         return model
 
     ssd = squeeze(build(), ALL_ON_SSD, tmp_path, rule=rule, unit_limit="4KiB")
-    model, optimizer = wrap(build(), ssd, rule=rule, clip_grad_norm=1.0)
+    model, optimizer = wrap(build(), ssd, rule=rule, max_grad_norm=1.0)
     take(model, optimizer, range(2))
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     losses = take(model, optimizer, range(2, 4))
     weights, state = model.state_dict(), optimizer.state_dict()
     optimizer.close()
     for memory in (ssd, RESIDENT):
-        model, optimizer = wrap(build(), memory, rule=rule, clip_grad_norm=1.0)
+        model, optimizer = wrap(build(), memory, rule=rule, max_grad_norm=1.0)
         optimizer.load_checkpoint(tmp_path / "checkpoint")
         assert take(model, optimizer, range(2, 4)) == losses
         assert_equal(model.state_dict(), weights)
@@ -187,7 +187,7 @@ def test_a_schedule_free_class_trains_evaluates_and_resumes_with_its_own_bits(wr
     plain, groups = build()
     theirs = ScheduleFree(groups)
     expected = [run(plain, theirs, range(at, at + 2)) for at in (0, 2, 4)]
-    rule, options = pagoda.Optim(ScheduleFree), {"precision": "fp32", "accumulation_steps": 1}
+    rule, options = pagoda.Optim(ScheduleFree), {"precision": "fp32", "gradient_accumulation_steps": 1}
     model, groups = build()
     ssd = squeeze(model, ALL_ON_SSD, tmp_path, rule=rule, precision="fp32", clipping=False)
     model, optimizer = wrap(model, ssd, rule=rule, param_groups=groups, **options)

@@ -100,7 +100,7 @@ def test_only_the_first_step_has_faults(recipe: Recipe, placement: str, tmp_path
 def test_a_trace_has_all_micro_batches_of_a_step_in_the_order_of_their_forwards_and_backwards(tmp_path: Path) -> None:
     """The loop has F F B F B F B B in three steps, and F F F F B B B B in the last two, which makes that the plan."""
     name = "several_forwards_before_their_backwards"
-    outcome = run(built(name), squeeze(built(name), ALL_ON_SSD, tmp_path), CASES[name][1], clip_grad_norm=0.5)
+    outcome = run(built(name), squeeze(built(name), ALL_ON_SSD, tmp_path), CASES[name][1], max_grad_norm=0.5)
     assert outcome.faults[1:3] == [0, 0]
     phases = [access.phase for access in outcome.plan.trace.accesses if access.unit == len(outcome.plan.units) // 2]
     assert phases == [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4
@@ -120,7 +120,7 @@ def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: 
             replanned.append(optimizer.stats.replanned)
             faults.append(optimizer.stats.faults)
 
-    run(model, squeeze(model, ALL_ON_SSD, tmp_path), loop, clip_grad_norm=1.0)
+    run(model, squeeze(model, ALL_ON_SSD, tmp_path), loop, max_grad_norm=1.0)
     assert (replanned[1], replanned[3], replanned[4]) == (False, True, False)
     assert faults[2] > 0
     assert faults[4] < faults[2]
@@ -145,8 +145,8 @@ def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_de
             take_step(optimizer, outcome)
 
     arena = pagoda.Memory(device="cpu:64MiB", host="256MiB")
-    outcome = run(build(), arena, loop, precision=precision, clip_grad_norm=0.5)
-    outcome.assert_same_bits(run(build(), pagoda.Memory(host="256MiB"), loop, precision=precision, clip_grad_norm=0.5))
+    outcome = run(build(), arena, loop, precision=precision, max_grad_norm=0.5)
+    outcome.assert_same_bits(run(build(), pagoda.Memory(host="256MiB"), loop, precision=precision, max_grad_norm=0.5))
 
 
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA])

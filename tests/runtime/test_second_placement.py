@@ -193,7 +193,7 @@ def test_checkpoints_of_before_and_after_resume_anywhere(wait: bool, tmp_path: P
             recipe.build(),
             pagoda.AdamW(lr=1e-2, weight_decay=0.1),
             memory=where,
-            clip_grad_norm=recipe.clip,
+            max_grad_norm=recipe.clip,
             precision="bf16",
         )
         optimizer.load_checkpoint(tmp_path / f"step-{step}")
@@ -211,7 +211,7 @@ def test_checkpoints_of_before_and_after_resume_anywhere(wait: bool, tmp_path: P
 
 def test_frozen_weights_under_adapters_move_too(tmp_path: Path) -> None:
     def trained(memory: pagoda.Memory) -> tuple[list[float], Plan]:
-        model, optimizer = pagoda.wrap(adapted(), RULE, memory=memory, precision="fp32", clip_grad_norm=0.5)
+        model, optimizer = pagoda.wrap(adapted(), RULE, memory=memory, precision="fp32", max_grad_norm=0.5)
         losses = losses_of(lambda step: lora_loss(model, step), optimizer, 4)
         plan = pagoda.plan_of(model)
         optimizer.close()

@@ -95,8 +95,8 @@ def train(training: Training, memory: pagoda.Memory, speculate: bool = True) -> 
         layers(LAYERS),
         memory,
         training,
-        clip_grad_norm=LIMIT,
-        accumulation_steps=training.accumulation,
+        max_grad_norm=LIMIT,
+        gradient_accumulation_steps=training.accumulation,
         update=pagoda.Updates(speculate=speculate),
     )
 
@@ -162,7 +162,13 @@ def test_what_an_update_does_not_change_is_in_the_new_states_too(rule: Any, plac
     def trained(memory: pagoda.Memory, speculate: bool) -> Outcome:
         update = pagoda.Updates(speculate=speculate)
         return run(
-            layers(LAYERS), memory, freezing, rule=rule, clip_grad_norm=LIMIT, accumulation_steps=1, update=update
+            layers(LAYERS),
+            memory,
+            freezing,
+            rule=rule,
+            max_grad_norm=LIMIT,
+            gradient_accumulation_steps=1,
+            update=update,
         )
 
     outcome = trained(memory_of(placement, tmp_path), True)
@@ -181,7 +187,7 @@ def test_a_checkpoint_copies_the_newest_of_two_extents() -> None:
     store = optimizer._engine.store
     for pattern in ".", ".":
         Training(pattern, between=let_them_end, at=None)(model, optimizer, Outcome())
-        optimizer.drain()
+        optimizer.synchronize()
         for unit in store.plan.units:
             for state in store.plan.layout.states:
                 newest = store.read(unit.index, state.name, 0, 8)
@@ -197,7 +203,7 @@ def test_confirming_an_update_exchanges_the_extents_and_the_old_one_is_poisoned(
     store = optimizer._engine.store
 
     def filled_with_nan() -> list[list[bool]]:
-        optimizer.drain()
+        optimizer.synchronize()
         return [
             [bool((store.tensor(unit.index, extent).view(torch.uint8)[:64] == 0xFF).all()) for extent in extents]
             for unit in store.plan.units
@@ -237,7 +243,7 @@ def state_dicts(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
 
 
 def drained(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
-    optimizer.drain()
+    optimizer.synchronize()
 
 
 def another_learning_rate(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
@@ -313,8 +319,8 @@ def speculating(memory: pagoda.Memory) -> tuple[nn.Module, PagedOptimizer]:
         layers(LAYERS),
         pagoda.AdamW(lr=1e-2),
         memory=memory,
-        clip_grad_norm=LIMIT,
-        accumulation_steps=1,
+        max_grad_norm=LIMIT,
+        gradient_accumulation_steps=1,
         precision="bf16",
     )
 
@@ -340,7 +346,7 @@ def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, w
 
     training = Training("..x.", between=save)
     train(training, memory_of(placement, tmp_path / "pages")).assert_same_bits(reference(training.pattern))
-    loaded = run(layers(LAYERS), RESIDENT, resumed, clip_grad_norm=LIMIT, accumulation_steps=1)
+    loaded = run(layers(LAYERS), RESIDENT, resumed, max_grad_norm=LIMIT, gradient_accumulation_steps=1)
     first = reference(".")
     loaded.losses, loaded.norms = first.losses, first.norms
     loaded.assert_same_bits(first)
@@ -393,7 +399,7 @@ def test_an_update_that_fails_after_the_step_has_let_it_stand_is_an_error(
     stepped.set()
     assert training.counts[0][0]
     with pytest.raises(StorageError, match="the disk failed"):
-        optimizer.drain()
+        optimizer.synchronize()
     with pytest.raises(StorageError, match="The training state is damaged"):
         training(model, optimizer, Outcome())
     with suppress(StorageError):

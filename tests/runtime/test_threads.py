@@ -164,7 +164,7 @@ def test_what_another_thread_reads_changes_no_bit_of_training(name: str, wrap: W
             losses.append(backward(model, len(losses), ALL))
             optimizer.step()
             if len(losses) % 2:
-                optimizer.drain()  # updates may wait for the other thread's forward
+                optimizer.synchronize()  # updates may wait for the other thread's forward
         return losses
 
     memory = squeeze(layers(6), ALL_ON_SSD, tmp_path, precision="fp32")

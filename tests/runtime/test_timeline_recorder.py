@@ -66,7 +66,7 @@ def memory(placement: str, directory: Path) -> pagoda.Memory:
 def wrapped(model: nn.Module, placement: str, directory: Path, clip: float | None) -> PagedOptimizer:
     where = memory(placement, directory)
     return pagoda.wrap(
-        model, AdamW(lr=1e-3), memory=where, clip_grad_norm=clip, accumulation_steps=1, precision="bf16"
+        model, AdamW(lr=1e-3), memory=where, max_grad_norm=clip, gradient_accumulation_steps=1, precision="bf16"
     )[1]
 
 
@@ -79,7 +79,7 @@ def steps(model: nn.Module, optimizer: PagedOptimizer, loss: Step, count: int) -
 
 def settle(optimizer: PagedOptimizer) -> None:
     """Wait until every lane has done what it was given, next step's prefetches included."""
-    optimizer.drain()
+    optimizer.synchronize()
     for lane in optimizer._engine._lanes.values():
         meeting = threading.Barrier(len(lane._threads))
         wait_all([lane.submit(lambda meeting=meeting: (meeting.wait(), None)[1]) for _ in lane._threads])
@@ -207,7 +207,9 @@ def test_what_is_moved_is_what_is_planned(place: str, mode: ActivationMode, tmp_
     root = describe(model)
     away = {"device": "cpu:160KiB"} if place == HOST else {"ssd": str(tmp_path)}
     memory = pagoda.Memory(host="64MiB", **away, page_size=4096, unit_limit="48KiB")
-    _, optimizer = pagoda.wrap(model, rule, memory=memory, accumulation_steps=1, activations=mode, precision="bf16")
+    _, optimizer = pagoda.wrap(
+        model, rule, memory=memory, gradient_accumulation_steps=1, activations=mode, precision="bf16"
+    )
     with optimizer:
         spans = recorded(model, optimizer, before=2, count=1)
         live = pagoda.plan_of(model)

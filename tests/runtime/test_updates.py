@@ -106,7 +106,7 @@ def test_an_update_waits_until_a_checkpoint_has_a_copy_of_what_it_replaces(
     model, optimizer = wrap(Layers(6), pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE))
     loss_of(model).backward()
     optimizer.step()
-    optimizer.drain()
+    optimizer.synchronize()
     told: list[tuple[str, int]] = []
     keep, take, changing = Capture.keep, Capture._take, UpdateStream._changing
 
@@ -129,7 +129,7 @@ def test_an_update_waits_until_a_checkpoint_has_a_copy_of_what_it_replaces(
     optimizer.save_checkpoint(tmp_path / "checkpoint", wait=False)
     loss_of(model).backward()
     optimizer.step()
-    optimizer.drain()
+    optimizer.synchronize()
     kept = [unit for what, unit in told if what == "kept"]
     assert kept
     assert all(told.index(("kept", unit)) < told.index(("begun", unit)) for unit in kept)
@@ -150,7 +150,7 @@ def test_an_update_of_hundreds_of_small_parameters_needs_no_deeper_stack_than_on
     model, optimizer = wrap(Many(), pagoda.Memory(host="64MiB"), rule=pagoda.Adafactor())
     model(torch.ones(999)).backward()
     optimizer.step()
-    optimizer.drain()
+    optimizer.synchronize()
     assert all(step == 1 for _, step in steps_of(optimizer))
 
 
@@ -160,7 +160,7 @@ def test_an_update_of_hundreds_of_small_parameters_needs_no_deeper_stack_than_on
 @pytest.mark.parametrize("bad", ["every gradient", "one gradient"])
 def test_an_update_during_backward_that_is_refused_counts_as_no_step_and_others_are_named(bad: str, wrap: Wrap) -> None:
     memory = pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE)  # a unit for each layer
-    model, optimizer = wrap(Layers(2), memory, accumulation_steps=1)
+    model, optimizer = wrap(Layers(2), memory, gradient_accumulation_steps=1)
 
     def backward(scale: float = 1.0) -> None:
         (loss_of(model) * scale).backward()
@@ -190,7 +190,7 @@ def test_an_update_during_backward_that_is_refused_counts_as_no_step_and_others_
 @pytest.mark.inline
 def test_a_refused_update_keeps_nothing_that_the_thread_that_began_it_has_in_use(wrap: Wrap) -> None:
     """Such as weights in a lease, whose frames are then free at another time on each rank."""
-    model, _ = wrap(Layers(2), pagoda.Memory(host="64MiB", page_size=PAGE), accumulation_steps=1)
+    model, _ = wrap(Layers(2), pagoda.Memory(host="64MiB", page_size=PAGE), gradient_accumulation_steps=1)
 
     def backward() -> weakref.ref[torch.Tensor]:
         in_use = torch.ones(1)

@@ -139,8 +139,8 @@ def test_penalties_in_the_loss_and_in_forward_have_plain_gradients(
 
 @each_once(
     options=[
-        {"accumulation_steps": 1},
-        {"accumulation_steps": 1, "clip_grad_norm": 1e9},
+        {"gradient_accumulation_steps": 1},
+        {"gradient_accumulation_steps": 1, "max_grad_norm": 1e9},
         {"activations": "recompute"},
     ],
     place=[IN_PLACE, HOST_WEIGHTS],
@@ -162,7 +162,7 @@ def test_penalties_meet_updates_during_backward_and_recomputation(
 
 
 def test_a_read_that_an_update_during_backward_has_overtaken_is_refused(wrap_net: Callable[..., Any]) -> None:
-    model, optimizer = wrap_net(IN_PLACE, accumulation_steps=1)
+    model, optimizer = wrap_net(IN_PLACE, gradient_accumulation_steps=1)
     model(batch(0)).backward()
     with pytest.raises(pagoda.UsageError, match=r"'layers\.4' is needed before .*Paging\(backward_passes=None\)"):
         model.layers[4].weight.norm()

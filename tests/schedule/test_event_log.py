@@ -18,13 +18,13 @@ from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.records import GradientRecord
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "in place": ({"host": "64MiB"}, {"clip_grad_norm": 1e-3}),
+    "in place": ({"host": "64MiB"}, {"max_grad_norm": 1e-3}),
     "leased from RAM": ({"device": "cpu:128KiB", "host": "64MiB"}, {}),
-    "on SSD": ({"host": "900KiB", "ssd": "1GiB"}, {"clip_grad_norm": 1.0}),
-    "during backward": ({"host": "900KiB", "ssd": "1GiB"}, {"accumulation_steps": 1}),
+    "on SSD": ({"host": "900KiB", "ssd": "1GiB"}, {"max_grad_norm": 1.0}),
+    "during backward": ({"host": "900KiB", "ssd": "1GiB"}, {"gradient_accumulation_steps": 1}),
     "speculated": (
         {"host": "2MiB", "ssd": "1GiB"},
-        {"accumulation_steps": 1, "clip_grad_norm": 1e9},
+        {"gradient_accumulation_steps": 1, "max_grad_norm": 1e9},
     ),
     "asynchronous": ({"host": "64MiB"}, {"update": "async"}),
 }
@@ -51,7 +51,7 @@ def train(memory: dict[str, Any], directory: Path, **options: Any) -> None:
             model(torch.randn(4, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if "accumulation_steps" not in options:
+        if "gradient_accumulation_steps" not in options:
             model(torch.randn(4, 64)).square().mean().backward()
             optimizer.zero_grad()
 

@@ -29,7 +29,9 @@ BUDGETS = {"ram": Budgets(LARGE), "ssd": Budgets(3 << 20, ssd=LARGE), "arena": B
 
 
 def plan_of(budgets: str, clipping: bool) -> Plan:
-    options = Options(page_bytes=4096, unit_limit=1 << 17, accumulation_steps=1, clipping=clipping, speculate=False)
+    options = Options(
+        page_bytes=4096, unit_limit=1 << 17, gradient_accumulation_steps=1, clipping=clipping, speculate=False
+    )
     return make_plan(tower(8, 256), STATES["bf16"], BUDGETS[budgets], options)
 
 

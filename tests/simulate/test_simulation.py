@@ -141,7 +141,7 @@ def test_compute_pays_for_work_that_it_hands_over_and_for_each_parameter(figure_
 @pytest.mark.parametrize("figure_name", ["task_switch_s", "parameter_s"])
 def test_python_delays_a_gpu_only_if_it_takes_longer_than_compute(figure_name: str) -> None:
     paying = replace(GPU, cpu=replace(GPU.cpu, **{figure_name: figure(1e-3)}))
-    plan = make_plan(tower(8, 256), STATES["bf16"], Budgets(LARGE, LARGE), Options(accumulation_steps=1))
+    plan = make_plan(tower(8, 256), STATES["bf16"], Budgets(LARGE, LARGE), Options(gradient_accumulation_steps=1))
     ticks = len(plan.trace.accesses) - 1
     parameters = sum(slot.param.trainable for unit in plan.units for slot in unit.slots)
     least = {"task_switch_s": len(plan.units), "parameter_s": parameters}[figure_name] * 1e-3
@@ -168,7 +168,7 @@ def test_gradients_that_are_added_take_the_time_in_which_ram_and_threads_read_an
     link = Link(*[figure(1e6)] * 3)
     slow = replace(GPU, link=link, cpu=replace(GPU.cpu, memory_bytes_per_s=figure(1e6)))
     threads = replace(GPU, link=link, cpu=replace(GPU.cpu, cores=4, gradient_bytes_per_s=figure(1e6 / 8)))
-    options = Options(accumulation_steps=passes, clipping=True)
+    options = Options(gradient_accumulation_steps=passes, clipping=True)
     plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE, LARGE), options)
     added = (passes - 1) * sum(traffic.offloaded for traffic in traffic_of(plan))
     for machine in (slow, threads):
@@ -284,7 +284,7 @@ def test_a_byte_costs_compute_as_much_in_one_direction_as_in_both(lanes: set[str
 
 
 def test_compute_alone_takes_as_long_as_it_takes() -> None:
-    plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE), Options(accumulation_steps=1))
+    plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE), Options(gradient_accumulation_steps=1))
     ticks = [1.0] * (len(plan.trace.accesses) - 1)
     assert simulate(plan, FAST, ticks).step_s == pytest.approx(sum(ticks), rel=1e-3)
 
@@ -309,7 +309,7 @@ def step_of(plan: Plan, machine: Hardware) -> Timeline:
 def test_updates_run_during_backward_only_when_passes_are_announced_and_nothing_clips(
     steps: int | None, clipping: bool, during_backward: bool
 ) -> None:
-    options = Options(accumulation_steps=steps, clipping=clipping, speculate=False)
+    options = Options(gradient_accumulation_steps=steps, clipping=clipping, speculate=False)
     plan = make_plan(tower(4, 256), STATES["bf16"], Budgets(LARGE), options)
     step = step_of(plan, FAST)
     backward = max(span.start_s for span in step.spans if span.name.startswith("forward"))
@@ -405,7 +405,7 @@ def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for
     def planned(device: DeviceSpeeds | None, **settings: Any) -> tuple[Plan, float]:
         machine = Hardware("test", cpu, device=device, link=link if device else None)
         budgets = Budgets(64 * params, 3 * params if device else None)
-        options = Options(page_bytes=4096, accumulation_steps=1, **settings)
+        options = Options(page_bytes=4096, gradient_accumulation_steps=1, **settings)
         plan = make_plan(root, STATES["bf16"], budgets, options)
         return plan, simulate(plan, machine, compute.of_step(root, plan)).step_s
 
@@ -423,7 +423,9 @@ def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_one
     does not fetch ahead takes twice as long."""
     shape = replace(PAPER_SHAPES["gpt3-175b"], layers=layers, hidden=512, heads=8, ffn=2048, vocab=2100, seq_len=64)
     root, ranks = module_spec(shape), Ranks(4, 4)
-    options = Options(page_bytes=4096, unit_limit=1 << 17, accumulation_steps=1, clipping=True, speculate=False)
+    options = Options(
+        page_bytes=4096, unit_limit=1 << 17, gradient_accumulation_steps=1, clipping=True, speculate=False
+    )
 
     def planned(device: int) -> Plan:
         return make_plan(root, STATES["bf16"], Budgets(LARGE, device), options, ranks)
@@ -455,7 +457,7 @@ def test_steps_settle_and_small_units_leave_frames_for_the_prefetch_of_large_one
 
 @each_once(budget=[LARGE, 6 << 20], passes=[7, 15, 24])
 def test_a_step_of_many_micro_batches_is_one_of_few_in_which_some_come_again(passes: int, budget: int) -> None:
-    options = Options(page_bytes=4096, accumulation_steps=passes, clipping=True)
+    options = Options(page_bytes=4096, gradient_accumulation_steps=passes, clipping=True)
     plan = make_plan(tower(12, 256), STATES["bf16"], Budgets(budget, ssd=LARGE), options)
     ticks = [1e-4 * (1 + tick % 3) for tick in range((len(plan.trace.accesses) - 1) // passes)] * passes
     few, all_of_them = simulate(plan, FAST, ticks), Simulation(plan, Rates(FAST), ticks).run()

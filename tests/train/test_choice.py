@@ -27,21 +27,21 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     memory = Memory(host="1MiB", ssd=str(tmp_path))
     model = write_model(tmp_path, num_hidden_layers=3)
-    return tiny_run(tmp_path, model=model, steps=2, batch_size=1, memory=memory)
+    return tiny_run(tmp_path, model=model, max_steps=2, per_device_train_batch_size=1, memory=memory)
 
 
 def curve(config: TrainConfig) -> list[tuple[object, object]]:
-    return [(line["loss"], line["grad_norm"]) for line in read_metrics(config.out / "metrics.jsonl")]
+    return [(line["loss"], line["grad_norm"]) for line in read_metrics(config.output_dir / "metrics.jsonl")]
 
 
 def test_a_run_may_be_resumed_with_another_plan_and_its_bits_stay(config: TrainConfig, tmp_path: Path) -> None:
     write_hardware(SMALL, hardware_file())
-    begun = replace(config, optim=replace(config.optim, schedule="constant"), checkpoint_every=2)
-    whole = replace(begun, steps=4, plan="usual", out=tmp_path / "whole")
+    begun = replace(config, lr_scheduler_type="constant", save_steps=2)
+    whole = replace(begun, max_steps=4, plan="usual", output_dir=tmp_path / "whole")
     usual, _ = trained(whole)
     trained(replace(begun, plan="usual"))
     memory = replace(config.memory, unit_limit="16KiB")  # what else the search finds depends on the machine
-    resumed, _ = trained(replace(begun, steps=4, resume=True, plan="search", memory=memory))
+    resumed, _ = trained(replace(begun, max_steps=4, resume_from_checkpoint="last", plan="search", memory=memory))
     assert resumed.first_step == 3
     assert resumed.plan.layout != usual.plan.layout
     assert curve(begun) == curve(whole)
@@ -58,12 +58,12 @@ def test_a_machine_that_has_not_been_measured_takes_the_usual_plan_and_is_told_w
     assert "search" not in shown
     assert "multiplies bf16 matrices 7 times slower" in shown
     assert "--precision fp32" in shown
-    _, shown = trained(replace(config, steps=4, resume=True))
+    _, shown = trained(replace(config, max_steps=4, resume_from_checkpoint="last"))
     assert "--precision" not in shown
     with pytest.raises(ConfigError, match=r"--plan search needs .*pagoda calibrate"):
-        trained(replace(config, plan="search", out=config.out / "other"))
+        trained(replace(config, plan="search", output_dir=config.output_dir / "other"))
     write_hardware(replace(SMALL, ssd=None), hardware_file())
-    result, shown = trained(replace(config, out=config.out.with_name("without a drive")))
+    result, shown = trained(replace(config, output_dir=config.output_dir.with_name("without a drive")))
     assert "no search" in shown
     assert "calibrate with --ssd" in shown
     assert result.plan.options.unit_limit is None
@@ -75,7 +75,7 @@ def test_a_command_without_a_precision_takes_what_the_hardware_multiplies_fast_a
     """And `pagoda plan` takes the same, for another machine too."""
     for slowdown, precision in ((0.5, "bf16"), (1.0, "bf16"), (1.2, "fp32")):
         monkeypatch.setattr("pagoda.calibrate.matmul.cpu_slowdown", lambda dtype, slowdown=slowdown: slowdown)
-        result, shown = trained(replace(config, precision=None, out=tmp_path / str(slowdown)))
+        result, shown = trained(replace(config, precision=None, output_dir=tmp_path / str(slowdown)))
         assert f"Chosen: --precision {precision}: this CPU multiplies" in shown
         assert result.plan.layout.weight.dtype is DTYPES[precision]
     for hardware, precision in ((SMALL, "bf16"), (find_machine("rtx4090"), "bf16"), (slower_in_bf16(SMALL), "fp32")):
@@ -95,12 +95,14 @@ def test_what_no_plan_can_hold_is_refused_before_anything_is_written(config: Tra
     write_hardware(SMALL, hardware_file())
     with pytest.raises(BudgetError, match="host needs"):
         trained(replace(config, memory=replace(config.memory, host="100KiB")))
-    assert not config.out.exists()
+    assert not config.output_dir.exists()
 
 
 def test_a_measured_machine_runs_what_is_forecast_and_says_so(config: TrainConfig) -> None:
     write_hardware(SMALL, hardware_file())
-    open_config = replace(config, batch_size=2, activations="auto", batch_tiles="auto", tile_limit="8KiB", verbose=True)
+    open_config = replace(
+        config, per_device_train_batch_size=2, activations="auto", batch_tiles="auto", tile_limit="8KiB", verbose=True
+    )
     result, shown = trained(open_config)
     asked = plan_config(open_config, open_mesh())
     predicted = forecast(asked, find_machine_for(asked), measure=False)

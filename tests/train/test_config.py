@@ -14,18 +14,20 @@ from pagoda.errors import ConfigError
 from pagoda.optim import SGD, AdamW, Lion
 from pagoda.train import OptimConfig, TrainConfig
 
-BASE = TrainConfig(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
+BASE = TrainConfig(
+    model="llama-15m", max_steps=20, per_device_train_batch_size=4, max_length=128, output_dir=Path("run")
+)
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)  # as arguments have it
 CHANGES = st.fixed_dictionaries(
     {},
     optional={
         "model": TEXT,
-        "accumulation_steps": st.integers(1, 64),
+        "gradient_accumulation_steps": st.integers(1, 64),
         "gradients": st.sampled_from([None, "bf16"]),
         "memory": st.builds(Memory, host=st.none() | st.just("64MiB"), ssd=st.none() | st.just("/ssd:1GiB")),
         "optim": st.builds(OptimConfig, lr=st.floats(1e-8, 1), betas=st.just((0.9, 0.999))),
-        "clip_grad_norm": st.none() | st.floats(1e-3, 10),
-        "out": st.sampled_from([Path("run"), Path("/a/b")]),
+        "max_grad_norm": st.none() | st.floats(1e-3, 10),
+        "output_dir": st.sampled_from([Path("run"), Path("/a/b")]),
         "resume": st.booleans(),
     },
 )
@@ -41,25 +43,25 @@ def test_a_configuration_survives_json(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"steps": -1}, "steps is -1"),
-        ({"steps": 1 << 31}, "steps is 2147483648"),
-        ({"batch_size": -1}, "batch_size"),
-        ({"seq_len": 1}, "seq_len"),
-        ({"accumulation_steps": 0}, "accumulation_steps"),
-        ({"clip_grad_norm": 0.0}, "clip_grad_norm"),
+        ({"max_steps": -1}, "steps is -1"),
+        ({"max_steps": 1 << 31}, "steps is 2147483648"),
+        ({"per_device_train_batch_size": -1}, "batch_size"),
+        ({"max_length": 1}, "seq_len"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"seed": -1}, "seed"),
-        ({"checkpoint_every": -1}, "checkpoint_every"),
-        ({"patience": 1, "eval_share": 0.0}, "--patience compares evaluations"),
+        ({"save_steps": -1}, "save_steps"),
+        ({"early_stopping_patience": 1, "eval_share": 0.0}, "--early-stopping-patience compares evaluations"),
         ({"eval_share": 0.1, "eval_data": "stdlib"}, "not both"),
-        ({"optim": {"lr": 0}}, r"optim\.lr"),
-        ({"optim": {"lr": math.nan}}, r"optim\.lr"),
-        ({"optim": {"betas": [0.9, 1.0]}}, r"optim\.betas"),
-        ({"optim": {"min_lr_ratio": 2}}, r"optim\.min_lr_ratio"),
-        ({"optim": {"weight_decay": -1}}, r"optim\.weight_decay"),
+        ({"optim": {"lr": 0}}, r"learning_rate"),
+        ({"optim": {"lr": math.nan}}, r"learning_rate"),
+        ({"optim": {"betas": [0.9, 1.0]}}, r"betas"),
+        ({"optim": {"min_lr_ratio": 2}}, r"min_lr_ratio"),
+        ({"optim": {"weight_decay": -1}}, r"weight_decay"),
         ({"optims": {}}, "unknown settings: 'optims'"),
         ({"memory": 3}, "Memory"),
-        ({"steps": "many"}, "wrong type"),
-        ({"steps": 0, "epochs": math.inf}, "epochs is inf"),
+        ({"max_steps": "many"}, "wrong type"),
+        ({"max_steps": 0, "num_train_epochs": math.inf}, "epochs is inf"),
     ],
 )
 def test_a_setting_out_of_range_is_named(change: dict[str, object], names: str) -> None:
@@ -68,20 +70,26 @@ def test_a_setting_out_of_range_is_named(change: dict[str, object], names: str) 
 
 
 def test_json_that_is_no_configuration_is_refused() -> None:
-    for settings_of_none in (None, "", [], {"steps": 20}):
+    for settings_of_none in (None, "", [], {"max_steps": 20}):
         with pytest.raises(ConfigError):
             TrainConfig.from_settings(settings_of_none)
 
 
 def test_a_resumed_run_may_change_what_does_not_decide_its_bits() -> None:
     memory = Memory(host="1GiB", device="cpu:512MiB")
-    free = {"steps": 40, "out": Path("moved"), "data": "elsewhere", "resume": True, "checkpoint_every": 5}
+    free = {
+        "max_steps": 40,
+        "output_dir": Path("moved"),
+        "data": "elsewhere",
+        "resume_from_checkpoint": "last",
+        "save_steps": 5,
+    }
     replace(BASE, **free, memory=memory).check_resumes(BASE)
     for change, names in (
         ({"model": "gpt2"}, "--model gpt2 .the run has llama-15m"),
         ({"seed": 1}, "--seed"),
-        ({"clip_grad_norm": None}, "--clip-grad-norm None"),
-        ({"optim": OptimConfig(lr=1e-3)}, r"--optim\.lr 0.001"),
+        ({"max_grad_norm": None}, "--max-grad-norm 0"),
+        ({"learning_rate": 1e-3}, r"--learning-rate 0.001"),
         ({"precision": "fp32"}, "--precision"),
     ):
         with pytest.raises(ConfigError, match=names):
@@ -94,16 +102,16 @@ def test_the_learning_rate_warms_up_then_stays_or_follows_the_cosine_to_its_mini
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert all(a >= b for a, b in pairwise(factors[4:]))
     assert factors[-1] == optim.lr_factor(25, 20) == pytest.approx(0.1)
-    constant = OptimConfig(schedule="constant", warmup_steps=2)
+    constant = OptimConfig(lr_scheduler_type="constant", warmup_steps=2)
     assert [constant.lr_factor(step, 4) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_an_optimizer_is_built_from_what_is_given_and_its_own_defaults() -> None:
-    assert OptimConfig(lr=1e-3).build(7) == AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, seed=7)
-    given = OptimConfig(lr=1e-3, weight_decay=0.2, options=("momentum=0.9",))
-    assert given.build(7, "sgd") == SGD(lr=1e-3, weight_decay=0.2, momentum=0.9)
-    assert OptimConfig(lr=1e-3).build(7, "lion") == Lion(lr=1e-3)
-    with pytest.raises(ConfigError, match=r"optim\.moments is '8bit'; it must be fp32"):
-        OptimConfig(moments="8bit").build(0, "adam")
+    assert OptimConfig(learning_rate=1e-3).build_rule(7) == AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, seed=7)
+    given = OptimConfig(learning_rate=1e-3, weight_decay=0.2, optim_args=("momentum=0.9",))
+    assert given.build_rule(7, "sgd") == SGD(lr=1e-3, weight_decay=0.2, momentum=0.9)
+    assert OptimConfig(learning_rate=1e-3).build_rule(7, "lion") == Lion(lr=1e-3)
+    with pytest.raises(ConfigError, match=r"moments is '8bit'; it must be fp32"):
+        OptimConfig(moments="8bit").build_rule(0, "adam")
     with pytest.raises(ConfigError, match="sgd has no betas"):
-        OptimConfig(betas=(0.9, 0.99)).build(0, "sgd")
+        OptimConfig(betas=(0.9, 0.99)).build_rule(0, "sgd")

@@ -46,7 +46,7 @@ def batches_of(windows: int, seq_len: int = 4, **settings: Any) -> Batches:
 def test_an_epoch_visits_every_window_once(
     windows: int, batch_size: int, accumulation: int, seed: int, epoch: int
 ) -> None:
-    batches = batches_of(windows, batch_size=batch_size, accumulation_steps=accumulation, seed=seed)
+    batches = batches_of(windows, batch_size=batch_size, gradient_accumulation_steps=accumulation, seed=seed)
     steps = -(-(epoch + 1) * windows // (batch_size * accumulation))
     drawn = [batches.row_indices(s, i) for s in range(steps) for i in range(accumulation)]
     assert sorted(np.concatenate(drawn)[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
@@ -62,7 +62,7 @@ def test_the_order_follows_from_seed_and_epoch_alone_and_never_changes_between_v
 
 def test_accumulated_batches_are_the_rows_of_one_large_batch() -> None:
     whole = batches_of(50, batch_size=6)
-    parts = batches_of(50, batch_size=2, accumulation_steps=3)
+    parts = batches_of(50, batch_size=2, gradient_accumulation_steps=3)
     for step in range(20):
         rows = torch.cat([batch_of(parts, step, index)["input_ids"] for index in range(3)])
         assert torch.equal(rows, batch_of(whole, step)["input_ids"])
@@ -130,7 +130,7 @@ def test_without_packing_every_conversation_has_a_sequence_of_its_own_and_texts_
     tokens = conversations([4, 3, 12, 2], seq_len=10).tokens
     rows = Rows.of(tokens, 10, packs=False)
     assert (rows.stops - rows.starts).tolist() == [4, 3, 10, 2]
-    with pytest.raises(ConfigError, match="--packing off is for conversations"):
+    with pytest.raises(ConfigError, match="--no-packing is for conversations"):
         Rows.of(text_of(40), 4, packs=False)
 
 
@@ -138,14 +138,14 @@ def test_a_conversation_that_is_too_long_is_cut_or_left_out_if_nothing_is_learne
     rows = conversations([4, 12, 30, 6], seq_len=10)
     assert (rows.cut, rows.longest, rows.dropped) == (2, 30, 1)
     assert (rows.stops - rows.starts).tolist() == [4, 10, 6]
-    with pytest.raises(ConfigError, match=r"within --seq-len 10 tokens.*the longest has 30"):
+    with pytest.raises(ConfigError, match=r"within --max-length 10 tokens.*the longest has 30"):
         conversations([30], seq_len=10)
 
 
 def test_every_token_of_a_step_counts_as_much_as_any_other() -> None:
     """However many the loss counts in each forward pass, and on each rank."""
     rows = conversations([3, 9, 5, 8, 2, 10, 7, 4] * 3, seq_len=10)
-    settings = {"rows": rows, "batch_size": 2, "accumulation_steps": 2, "ranks": 2}
+    settings = {"rows": rows, "batch_size": 2, "gradient_accumulation_steps": 2, "ranks": 2}
     by_rank = [Batches(**settings, rank=rank) for rank in range(2)]  # type: ignore[arg-type]
     for step in range(4):
         counts = [counted(batch_of(one, step, index)["labels"]) for one in by_rank for index in range(2)]

@@ -131,13 +131,13 @@ def test_tokens_of_the_hub_are_computed_once_for_a_revision(
 def test_a_run_trains_on_one_split_evaluates_on_the_other_and_finds_its_data_in_another_place(
     hub: Hub, tmp_path: Path
 ) -> None:
-    config = tiny_run(tmp_path, data=NAME, eval_data=NAME, steps=2, eval_every=2, cache=tmp_path / "cache")
+    config = tiny_run(tmp_path, data=NAME, eval_data=NAME, max_steps=2, eval_steps=2, cache=tmp_path / "cache")
     _, shown = trained(config)
     counts = [len(f"main {split} {TEXT * 20}") for split in ("train", "test")]
     read = [line for line in shown.splitlines() if line.startswith("Data:")]
     assert read == [f"Data: org/talks, 1 document, {n} tokens, of which the loss counts 100%" for n in counts]
     assert (tmp_path / "run" / "evals.jsonl").exists()
-    on = replace(config, steps=4, resume=True, dataset_revision="v2")
+    on = replace(config, max_steps=4, resume_from_checkpoint="last", dataset_revision="v2")
     with pytest.raises(CheckpointError, match="was trained on another text than data 'org/talks'"):
         trained(on)
     _, shown = trained(replace(on, data=str(hub.root / "main" / "train.parquet"), eval_data=None))
@@ -159,16 +159,19 @@ def test_several_data_follow_one_another(tmp_path: Path) -> None:
 def test_several_data_are_given_on_the_command_line_and_kept_for_resuming(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_run(tmp_path, steps=1)
+    config = tiny_run(tmp_path, max_steps=1)
     other = tmp_path / "other.txt"
     other.write_text(TEXT * 20)
     several = (str(config.data), str(other))
     assert main(["data", *several, "--model", config.model, "--cache", str(tmp_path / "cache")]) == 0
     assert f"Data: {several[0]}, {several[1]}, 2 documents in 2 files" in capsys.readouterr().out
-    usual = ["--model", config.model, "--steps", "1", "--precision", "fp32", "--memory.host", "64MiB"]
-    assert main(["train", "--data", *several, *usual, "--out", str(tmp_path / "run")]) == 0
+    usual = ["--model", config.model, "--max-steps", "1", "--precision", "fp32", "--memory.host", "64MiB"]
+    assert main(["train", "--data", *several, *usual, "--output-dir", str(tmp_path / "run")]) == 0
     assert "2 documents in 2 files" in capsys.readouterr().out
-    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--steps", "2"]) == 0
+    assert (
+        main(["train", "--resume-from-checkpoint", "last", "--output-dir", str(tmp_path / "run"), "--max-steps", "2"])
+        == 0
+    )
     assert "2 documents in 2 files" in capsys.readouterr().out
     assert TrainConfig.from_settings(replace(config, data=several).settings()).data == several
 

@@ -21,8 +21,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.mesh.mesh import open_mesh
 from pagoda.models.build import positions_of
-from pagoda.models.lora import LoraConfig
-from pagoda.train import OptimConfig, TrainConfig, defaults, run
+from pagoda.train import TrainConfig, defaults, run
 from pagoda.train.data import Rows
 from pagoda.train.defaults import completed
 from pagoda.train.metrics import read_metrics
@@ -68,13 +67,18 @@ def test_a_model_and_data_are_enough(
     shown = capsys.readouterr().out
     run_dir = RunDir(Path("runs/model-two-2"))
     config = run_dir.started_config()
-    assert config.optim.lr == 2e-5
-    assert (config.seq_len, config.batch_size, config.accumulation_steps, config.eval_share) == (128, 1, 1, 0.0)
-    assert len(read_metrics(run_dir.metrics)) == config.steps == 6
+    assert config.learning_rate == 2e-5
+    assert (
+        config.max_length,
+        config.per_device_train_batch_size,
+        config.gradient_accumulation_steps,
+        config.eval_share,
+    ) == (128, 1, 1, 0.0)
+    assert len(read_metrics(run_dir.metrics)) == config.max_steps == 6
     assert "128 tokens a step (--tokens-per-step), so that the usual epochs give 6 steps" in shown
     assert "Run: 6 steps of 1 sequence (128 tokens), 3 epochs; step 1 shows" in shown
-    assert "learns little in fewer than 50: give more data, --steps or --epochs\n" in shown
-    assert main(["generate", str(run_dir.path), "--prompt", "Hi", "--tokens", "2", "--checkpoint", "best"]) == 0
+    assert "learns little in fewer than 50: give more data, --max-steps or --num-train-epochs\n" in shown
+    assert main(["generate", str(run_dir.path), "--prompt", "Hi", "--max-new-tokens", "2", "--checkpoint", "best"]) == 0
 
 
 def test_tokens_of_a_step_go_by_the_size_of_the_data_and_warm_up_by_what_is_trained(
@@ -84,61 +88,72 @@ def test_tokens_of_a_step_go_by_the_size_of_the_data_and_warm_up_by_what_is_trai
 
     def chosen(**given: Any) -> TrainConfig:
         settings = {"model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "memory": Memory(host="64MiB")}
-        return choices(TrainConfig(**{**settings, "out": tmp_path / "run", **given}), console)
+        return choices(TrainConfig(**{**settings, "output_dir": tmp_path / "run", **given}), console)
 
     def of_step(config: TrainConfig) -> int:
-        return config.batch_size * config.accumulation_steps * config.seq_len
+        return config.per_device_train_batch_size * config.gradient_accumulation_steps * config.max_length
 
-    usual = chosen(seq_len=128)
+    usual = chosen(max_length=128)
     assert usual.eval_share == 0.05
-    assert (of_step(usual), usual.steps, usual.optim.warmup_steps) == (256, 171, 5)
-    assert chosen(seq_len=128, lora=LoraConfig(rank=2)).optim.warmup_steps == 17
-    longer = chosen(seq_len=128, epochs=30.0)
-    assert (of_step(longer), longer.steps) == (256, 1710)
-    assert of_step(chosen(seq_len=128, tokens_per_step=2048)) == 2048
-    text = chosen(data=str(folder / "text.txt"), seq_len=16)
+    assert (of_step(usual), usual.max_steps, usual.warmup_steps) == (256, 171, 5)
+    assert chosen(max_length=128, lora_r=2).warmup_steps == 17
+    longer = chosen(max_length=128, num_train_epochs=30.0)
+    assert (of_step(longer), longer.max_steps) == (256, 1710)
+    assert of_step(chosen(max_length=128, tokens_per_step=2048)) == 2048
+    text = chosen(data=str(folder / "text.txt"), max_length=16)
     assert 100 <= text.steps < 200
-    assert of_step(chosen(data=str(folder / "text.txt"), seq_len=16, steps=3)) == of_step(text)
+    assert of_step(chosen(data=str(folder / "text.txt"), max_length=16, max_steps=3)) == of_step(text)
 
 
 def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restarts_keep_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {"data": str(folder / "text.txt"), "tokens_per_step": 512, "epochs": 0.05, "seq_len": 64}
-    config, shown = run_of(folder, out=tmp_path / "run", **given)
-    assert (config.batch_size, config.accumulation_steps, config.eval_share) == (8, 1, 0.05)
-    assert config.steps == 3
+    given: dict[str, Any] = {
+        "data": str(folder / "text.txt"),
+        "tokens_per_step": 512,
+        "num_train_epochs": 0.05,
+        "max_length": 64,
+    }
+    config, shown = run_of(folder, output_dir=tmp_path / "run", **given)
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps, config.eval_share) == (8, 1, 0.05)
+    assert config.max_steps == 3
     for chosen in (
-        "--optim.lr 2e-05: usual for all of a pretrained model with adamw",
-        "--batch-size 8: activations take about",
-        "--accumulation-steps 1: 512 tokens a step (--tokens-per-step)",
+        "--learning-rate 2e-05: usual for all of a pretrained model with adamw",
+        "--per-device-train-batch-size 8: activations take about",
+        "--gradient-accumulation-steps 1: 512 tokens a step (--tokens-per-step)",
         "--eval-share 0.05: of",
-        "--steps 3: 0.05 epochs of",
+        "--max-steps 3: 0.05 epochs of",
     ):
         assert f"Chosen: {chosen}" in shown
-    assert "Chosen: --seq-len" not in shown, "what is given is not chosen"
+    assert "Chosen: --max-length" not in shown, "what is given is not chosen"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     console = Console(file=io.StringIO(), width=300)
-    again = TrainConfig(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)
+    again = TrainConfig(model=str(folder / "model"), plan="usual", output_dir=tmp_path / "run", **given)
     assert run(again, console) is None
-    assert "has finished: 3 steps are done, and --steps is 3" in console.file.getvalue()
+    assert "has finished: 3 steps are done, and --max-steps is 3" in console.file.getvalue()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(ConfigError, match="name its directory with --out"):
+    with pytest.raises(ConfigError, match="name its directory with --output-dir"):
         run(TrainConfig(model=str(folder / "model"), **given))
 
 
 def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> None:
-    one = {"data": str(folder / "text.txt"), "steps": 1, "seq_len": 64, "batch_size": 1, "out": tmp_path / "run"}
+    one = {
+        "data": str(folder / "text.txt"),
+        "max_steps": 1,
+        "max_length": 64,
+        "per_device_train_batch_size": 1,
+        "output_dir": tmp_path / "run",
+    }
     one |= {"model": str(folder / "model"), "eval_share": 0.0}
     console = Console(file=io.StringIO(), width=300)
 
     def rate(**given: Any) -> float | None:
-        return choices(TrainConfig(**{**one, **given}), console).optim.lr
+        return choices(TrainConfig(**{**one, **given}), console).learning_rate
 
-    assert [rate(optimizer=name) for name in ("adamw", "lion", "sgd")] == [2e-5, 4e-6, 3e-4]
+    assert [rate(optim=name) for name in ("adamw", "lion", "sgd")] == [2e-5, 4e-6, 3e-4]
     assert "a guess: sgd may need another" in console.file.getvalue()
     assert rate(model=str(folder / "random"), tokenizer="bytes") == 3e-4
-    assert rate(lora=LoraConfig(rank=2)) == 2e-4
+    assert rate(lora_r=2) == 2e-4
 
 
 SAID = re.compile(r"Chosen: (--[\w.-]+) (\S+): (.*)")
@@ -146,13 +161,13 @@ SAID = re.compile(r"Chosen: (--[\w.-]+) (\S+): (.*)")
 
 @pytest.mark.parametrize("given", [
     {"data": "chats.jsonl"},
-    {"data": "chats.jsonl", "seq_len": 32, "epochs": 0.5, "eval_share": 0.0},
-    {"data": "chats.jsonl", "seq_len": 64, "tokens_per_step": 4096, "eval_every": 2},
-    {"data": "two.jsonl", "eval_data": "chats.jsonl", "eval_rows": 8},
-    {"data": "text.txt", "steps": 10_000, "eval_share": 0.5},
-    {"data": "text.txt", "steps": 300, "batch_size": 2, "accumulation_steps": 4},
+    {"data": "chats.jsonl", "max_length": 32, "num_train_epochs": 0.5, "eval_share": 0.0},
+    {"data": "chats.jsonl", "max_length": 64, "tokens_per_step": 4096, "eval_steps": 2},
+    {"data": "two.jsonl", "eval_data": "chats.jsonl", "max_eval_samples": 8},
+    {"data": "text.txt", "max_steps": 10_000, "eval_share": 0.5},
+    {"data": "text.txt", "max_steps": 300, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     {"data": "short.txt", "model": "random", "eval_share": 0.0},
-    {"data": "text.txt", "model": "random", "lora": LoraConfig(rank=2), "tokenizer": "bytes"},
+    {"data": "text.txt", "model": "random", "lora_r": 2, "tokenizer": "bytes"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_every_reason_of_a_choice_is_true_of_it(
@@ -165,41 +180,43 @@ def test_every_reason_of_a_choice_is_true_of_it(
     asked = TrainConfig(**{"model": str(folder / "model"), "memory": Memory(host="64MiB"), **given, **files})
     chosen = choices(asked, Console(file=shown, width=300))
     said = {flag: (value, why) for flag, value, why in SAID.findall(shown.getvalue())}
-    assert {"--optim.lr"} <= said.keys()
-    a_step = chosen.batch_size * chosen.accumulation_steps * ranks
+    assert {"--learning-rate"} <= said.keys()
+    a_step = chosen.per_device_train_batch_size * chosen.gradient_accumulation_steps * ranks
     tokens = DataSets(asked, Console(quiet=True)).open(chosen.data, "train")
-    rows = len(Rows.of(tokens, chosen.seq_len, chosen.packs))
+    rows = len(Rows.of(tokens, chosen.max_length, chosen.packing))
     left = rows - round(rows * chosen.eval_share)
-    usual = min(asked.epochs or 9, 3.0 if tokens.about.chats else 1.0)
+    usual = min(asked.num_train_epochs or 9, 3.0 if tokens.about.chats else 1.0)
     for flag, (value, why) in said.items():
         numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*(?=[ %]|$)", why)]
         match flag:
-            case "--steps":
+            case "--max-steps":
                 epochs, sequences, each, *_ = numbers
-                assert (sequences, each, int(value.replace(",", ""))) == (left, a_step, chosen.steps)
-                assert (chosen.steps - 1) * each < epochs * sequences <= chosen.steps * each
-                assert ("learns little" in why) == (chosen.steps < 50)
-            case "--optim.warmup-steps":
-                assert numbers[0] == pytest.approx(100 * chosen.optim.warmup_steps / chosen.steps, abs=0.05)
-                assert ("the most by default" in why) == (chosen.optim.warmup_steps == 100)
-            case "--accumulation-steps" if "tokens a step" in why:
-                assert numbers[0] == a_step * chosen.seq_len
+                assert (sequences, each, int(value.replace(",", ""))) == (left, a_step, chosen.max_steps)
+                assert (chosen.max_steps - 1) * each < epochs * sequences <= chosen.max_steps * each
+                assert ("learns little" in why) == (chosen.max_steps < 50)
+            case "--warmup-steps":
+                assert numbers[0] == pytest.approx(100 * chosen.warmup_steps / chosen.max_steps, abs=0.05)
+                assert ("the most by default" in why) == (chosen.warmup_steps == 100)
+            case "--gradient-accumulation-steps" if "tokens a step" in why:
+                assert numbers[0] == a_step * chosen.max_length
                 assert numbers[1:] == [math.ceil(usual * left / a_step)] * ("usual epochs" in why)
-            case "--seq-len":
+            case "--max-length":
                 if "conversations" in why:
-                    assert numbers[0] == int(100 * (np.diff(tokens.ends, prepend=0) <= chosen.seq_len).mean())
+                    assert numbers[0] == int(100 * (np.diff(tokens.ends, prepend=0) <= chosen.max_length).mean())
                 elif "the data" in why:
                     assert numbers == [len(tokens)]
-                    assert len(tokens) < 8 * 2 * chosen.seq_len < 8 * 2048
+                    assert len(tokens) < 8 * 2 * chosen.max_length < 8 * 2048
                 else:
-                    assert chosen.seq_len == (positions_of(chosen.model) if "positions" in why else 1024)
-            case "--eval-every":
-                assert numbers[0] == 1 + math.ceil(chosen.steps / chosen.eval_every)
-            case "--eval-rows":
-                forwards = (1 + math.ceil(chosen.steps / chosen.eval_every)) * math.ceil(
-                    min(chosen.eval_rows, rows - left or chosen.eval_rows) / chosen.batch_size / ranks
+                    assert chosen.max_length == (positions_of(chosen.model) if "positions" in why else 1024)
+            case "--eval-steps":
+                assert numbers[0] == 1 + math.ceil(chosen.max_steps / chosen.eval_steps)
+            case "--max-eval-samples":
+                forwards = (1 + math.ceil(chosen.max_steps / chosen.eval_steps)) * math.ceil(
+                    min(chosen.max_eval_samples, rows - left or chosen.max_eval_samples)
+                    / chosen.per_device_train_batch_size
+                    / ranks
                 )
-                passes = chosen.steps * chosen.accumulation_steps
+                passes = chosen.max_steps * chosen.gradient_accumulation_steps
                 assert numbers[0] == pytest.approx(50 * forwards / passes, abs=0.51)
 
 
@@ -208,21 +225,27 @@ def test_a_step_is_so_small_that_the_epochs_give_the_steps_that_are_promised(
 ) -> None:
     for ranks in (1, 2, 3):
         monkeypatch.setattr(TrainConfig, "ranks_with_batches", lambda *_, ranks=ranks: ranks)
-        asked = TrainConfig(model=str(folder / "model"), data=str(folder / "chats.jsonl"), seq_len=32, eval_share=0.0)
+        asked = TrainConfig(
+            model=str(folder / "model"), data=str(folder / "chats.jsonl"), max_length=32, eval_share=0.0
+        )
         chosen = choices(asked, Console(quiet=True))
-        assert chosen.steps >= 100 or chosen.batch_size * chosen.accumulation_steps == 1, "a sequence for each rank"
+        assert (
+            chosen.max_steps >= 100 or chosen.per_device_train_batch_size * chosen.gradient_accumulation_steps == 1
+        ), "a sequence for each rank"
 
 
 def test_advice_against_few_steps_gives_more_of_them(folder: Path) -> None:
     shown = io.StringIO()
-    asked = TrainConfig(model=str(folder / "model"), data=str(folder / "chats.jsonl"), seq_len=32, tokens_per_step=4096)
+    asked = TrainConfig(
+        model=str(folder / "model"), data=str(folder / "chats.jsonl"), max_length=32, tokens_per_step=4096
+    )
     few = choices(asked, Console(file=shown, width=300)).steps
     assert few < 50
-    assert "give more data, --steps or --epochs, or fewer --tokens-per-step" in shown.getvalue()
-    for advice in ({"epochs": 9.0}, {"tokens_per_step": 512}):
+    assert "give more data, --max-steps or --num-train-epochs, or fewer --tokens-per-step" in shown.getvalue()
+    for advice in ({"num_train_epochs": 9.0}, {"tokens_per_step": 512}):
         assert choices(replace(asked, **advice), Console(quiet=True)).steps > few
     shown = io.StringIO()
-    choices(replace(asked, steps=8), Console(file=shown))
+    choices(replace(asked, max_steps=8), Console(file=shown))
     assert "learns little" not in shown.getvalue(), "the user wants these"
 
 
@@ -230,45 +253,63 @@ def test_advice_against_few_steps_gives_more_of_them(folder: Path) -> None:
 def test_evaluations_take_at_most_a_tenth_of_the_time_of_a_run_that_is_not_tiny(steps: int, rows: int) -> None:
     """A forward and its backward take at least as long as two forwards."""
     for batch, passes in ((1, 1), (4, 2), (16, 1)):
-        asked = TrainConfig(model="gpt2", steps=steps, batch_size=batch, accumulation_steps=passes, eval_share=0.5)
+        asked = TrainConfig(
+            model="gpt2",
+            max_steps=steps,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=passes,
+            eval_share=0.5,
+        )
         chosen, _ = defaults._evaluations(asked, 1, rows)
-        evaluations = 1 + math.ceil(steps / chosen.eval_every)
-        forwards = evaluations * math.ceil(min(chosen.eval_rows, rows) / batch)
+        evaluations = 1 + math.ceil(steps / chosen.eval_steps)
+        forwards = evaluations * math.ceil(min(chosen.max_eval_samples, rows) / batch)
         assert forwards <= max(2, 0.2 * steps * passes)
         assert 2 <= evaluations <= 11
-        given = replace(asked, eval_every=3, eval_rows=7)
+        given = replace(asked, eval_steps=3, max_eval_samples=7)
         assert defaults._evaluations(given, 1, rows) == (given, [])
 
 
 def test_each_stage_of_a_pipeline_has_a_micro_batch(folder: Path, tmp_path: Path) -> None:
-    given = {"data": str(folder / "text.txt"), "seq_len": 64, "tokens_per_step": 512, "steps": 1, "eval_share": 0.0}
+    given = {
+        "data": str(folder / "text.txt"),
+        "max_length": 64,
+        "tokens_per_step": 512,
+        "max_steps": 1,
+        "eval_share": 0.0,
+    }
     shapes = []
     for stages in (1, 4):
-        config = TrainConfig(model=str(folder / "model"), out=tmp_path / "run", pipeline_parallel=stages, **given)
+        config = TrainConfig(
+            model=str(folder / "model"), output_dir=tmp_path / "run", pipeline_parallel=stages, **given
+        )
         chosen = choices(config, Console(file=io.StringIO()))
-        shapes.append((chosen.batch_size, chosen.accumulation_steps))
+        shapes.append((chosen.per_device_train_batch_size, chosen.gradient_accumulation_steps))
     assert shapes == [(8, 1), (2, 4)]
 
 
 def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) -> None:
     first, _ = run_of(
-        folder, data=str(folder / "chats.jsonl"), out=tmp_path / "one", tokens_per_step=512, steps=2,
-        optim=OptimConfig(betas=(0.9, 0.98)),
+        folder, data=str(folder / "chats.jsonl"), output_dir=tmp_path / "one", tokens_per_step=512, max_steps=2,
+        betas=(0.9, 0.98),
     )  # fmt: skip
-    assert main(["train", "--config", str(tmp_path / "one" / "run.yaml"), "--out", str(tmp_path / "two")]) == 0
+    assert main(["train", "--config", str(tmp_path / "one" / "run.yaml"), "--output-dir", str(tmp_path / "two")]) == 0
     losses = [[line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")]
     assert losses[0] == losses[1]
     second = RunDir(tmp_path / "two").started_config()
     assert second.differing(first, "the first") == []
-    args = ["train", "--config", str(tmp_path / "one" / "run.yaml"), "--seq-len", "32"]
+    args = ["train", "--config", str(tmp_path / "one" / "run.yaml"), "--max-length", "32"]
     _, changed = parse(args)
-    assert (changed.seq_len, changed.batch_size, changed.optim.betas) == (32, first.batch_size, (0.9, 0.98))
+    assert (changed.max_length, changed.per_device_train_batch_size, changed.betas) == (
+        32,
+        first.batch_size,
+        (0.9, 0.98),
+    )
 
 
 def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: gpt2\noptim: {lr: 2e-5}\n")
-    assert read_settings(path).optim.lr == 2e-5
+    assert read_settings(path).learning_rate == 2e-5
     for text, message in (
         ("model: gpt2\nlearning_rate: 1\n", "unknown settings: 'learning_rate'"),
         ("model: gpt2\noptim: {beta: 1}\n", "unknown settings: 'optim.beta'"),
@@ -291,13 +332,13 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
 
 def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described = describe_model(
-        PlanConfig(model=str(folder / "random"), seq_len=16, precision="bf16"), count_flops=False
+        PlanConfig(model=str(folder / "random"), max_length=16, precision="bf16"), count_flops=False
     )
     one = estimate_activations(described, 16, 2, "recompute").total
     monkeypatch.setattr(defaults, "free_ram", lambda: 4 * one + (1 << 20))
-    asked = TrainConfig(model=str(folder / "random"), seq_len=16, memory=Memory(host="1MiB"), precision="bf16")
+    asked = TrainConfig(model=str(folder / "random"), max_length=16, memory=Memory(host="1MiB"), precision="bf16")
     chosen, (why, _) = defaults._batch(asked, 1, 1e9)
-    assert chosen.batch_size == 1, "a second sequence would fit if malloc kept nothing"
+    assert chosen.per_device_train_batch_size == 1, "a second sequence would fit if malloc kept nothing"
     assert why.endswith("with what malloc keeps")
     roomy = replace(asked, memory=Memory(host="1MiB", activations=4 * one))
     assert defaults._batch(roomy, 1, 1e9)[0].batch_size > 1
@@ -305,7 +346,7 @@ def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monk
 
 def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path) -> None:
     model, batch = "gpt-12x256", 64
-    described = describe_model(PlanConfig(model=model, seq_len=16, precision="bf16"), count_flops=False)
+    described = describe_model(PlanConfig(model=model, max_length=16, precision="bf16"), count_flops=False)
 
     def takes(mode: ActivationMode) -> int:
         return estimate_activations(described, batch * 16, 2, mode).total
@@ -313,7 +354,9 @@ def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path)
     between = (takes("recompute") + takes("recompute+offload")) // 2
     for room, offloads in ((between, True), (2 * takes("recompute"), False)):
         memory = Memory(host="1MiB", ssd=str(tmp_path), activations=room)
-        asked = TrainConfig(model=model, seq_len=16, batch_size=batch, memory=memory, precision="bf16")
+        asked = TrainConfig(
+            model=model, max_length=16, per_device_train_batch_size=batch, memory=memory, precision="bf16"
+        )
         estimate = defaults._Estimate.of_run(asked)
         chosen, reasons = defaults._with_activations(asked, batch, estimate)
         assert chosen.activations == ("recompute+offload" if offloads else "recompute")
@@ -324,9 +367,9 @@ def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path)
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        BudgetError, match=r"activations of one sequence.*smaller --seq-len, or a larger --memory.activations"
+        BudgetError, match=r"activations of one sequence.*smaller --max-length, or a larger --memory.activations"
     ):
-        run_of(folder, data=str(folder / "text.txt"), out=tmp_path / "run", memory=Memory(activations="4KiB"))
+        run_of(folder, data=str(folder / "text.txt"), output_dir=tmp_path / "run", memory=Memory(activations="4KiB"))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="not both"):
-        TrainConfig(model="gpt2", steps=1, epochs=1.0)
+        TrainConfig(model="gpt2", max_steps=1, num_train_epochs=1.0)

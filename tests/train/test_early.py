@@ -22,15 +22,15 @@ REFUSED = {
     "--tokenizer none": "--tokenizer none is not a directory",
     "--memory.ssd none": "SSD directory none cannot be used",
     "--memory.ssd used": "SSD directory used is in use by",
-    "--memory.ssd free --out used": "--out used is in use by another run",
-    "--out old": "--out old already holds a run (config.json, ",
-    "--out text": "--out text: text is a file",
-    "--resume --out old --checkpoint checkpoint-9": "old has no checkpoint 'checkpoint-9'",
+    "--memory.ssd free --output-dir used": "--output-dir used is in use by another run",
+    "--output-dir old": "--output-dir old already holds a run (config.json, ",
+    "--output-dir text": "--output-dir text: text is a file",
+    "--resume-from-checkpoint last --output-dir old --checkpoint checkpoint-9": "old has no checkpoint 'checkpoint-9'",
     "--report-to wandb": "--report-to wandb needs wandb: pip install wandb",
     "--plan search": "--plan search needs a machine that was measured",
     "--trace none/file": "--trace none/file cannot be written",
-    "--lora.rank 8 --plan search": "leave it out with --lora.rank",
-    "--optim.betas 2 3": "--optim.betas is (2.0, 3.0); it must be in",
+    "--lora-r 8 --plan search": "leave it out with --lora-r",
+    "--betas 2 3": "--betas is (2.0, 3.0); it must be in",
 }
 """Flags, the later of which count -> what is said of them."""
 
@@ -62,7 +62,7 @@ def test_mistakes_that_need_no_torch_are_refused_before_it_is_imported(
     write_text(tmp_path / "text")
     for name in ("used", "free", "old"):
         (tmp_path / name).mkdir()
-    RunDir(tmp_path / "old").create(tiny_run(tmp_path, out=tmp_path / "old"))
+    RunDir(tmp_path / "old").create(tiny_run(tmp_path, output_dir=tmp_path / "old"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     program = [sys.executable, "-c", RUN]
     done = subprocess.run(program, cwd=tmp_path, input=json.dumps([*REFUSED]), capture_output=True, text=True)
@@ -79,9 +79,9 @@ def test_what_needs_torch_is_refused_before_data_are_read(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An optimizer that does not fit the other settings, and a format for weights that the model lacks."""
-    settings = {"optimizer": {"optimizer": "muon", "tile_limit": "64KiB"}, "quantize": {"quantize": "4bit"}}[setting]
-    lora = LoraConfig(rank=2) if setting == "quantize" else LoraConfig()
+    settings = {"optim": {"optim": "muon", "tile_limit": "64KiB"}, "quantize": {"load_in_4bit": True}}[setting]
+    lora = LoraConfig(lora_r=2) if setting == "quantize" else LoraConfig()
     monkeypatch.setattr("pagoda.train.tokens.open_tokens", lambda *_: pytest.fail("nothing is read"))
     monkeypatch.setattr(early, "check_installed", lambda *_: None)
     with pytest.raises(ConfigError, match=r"does not work with|is for pretrained weights"):
-        trained(tiny_run(tmp_path, lora=lora, steps=0, **settings))
+        trained(tiny_run(tmp_path, lora=lora, max_steps=0, **settings))

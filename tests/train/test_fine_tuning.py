@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
-from pagoda.train import OptimConfig, TrainConfig, run
+from pagoda.train import TrainConfig, run
 from pagoda.train.data import Batches, Rows
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
@@ -43,11 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, data: str, out: Path, **changes: Any) -> TrainConfig:
     settings = {
-        "steps": 4, "batch_size": 2, "seq_len": 128, "precision": "fp32", "accumulation_steps": 2,
-        "optim": OptimConfig(lr=3e-3, schedule="constant"), "memory": Memory(host="1GiB"), "plan": "usual",
+        "max_steps": 4, "per_device_train_batch_size": 2, "max_length": 128, "precision": "fp32", "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-3, "lr_scheduler_type": "constant", "memory": Memory(host="1GiB"), "plan": "usual",
         "eval_share": 0.0,
     }  # fmt: skip
-    return TrainConfig(model=str(folder / "model"), data=str(folder / data), out=out, **{**settings, **changes})
+    return TrainConfig(model=str(folder / "model"), data=str(folder / data), output_dir=out, **{**settings, **changes})
 
 
 def on_ssd(folder: Path) -> Memory:
@@ -59,16 +59,16 @@ def trained(config: TrainConfig) -> tuple[list[float], list[dict[str, Any]], str
     """The loss of every step, the evaluations, and what was said."""
     shown = io.StringIO()
     run(config, Console(file=shown, width=200))
-    evals = config.out / "evals.jsonl"
-    losses = [line["loss"] for line in read_metrics(config.out / "metrics.jsonl")]
+    evals = config.output_dir / "evals.jsonl"
+    losses = [line["loss"] for line in read_metrics(config.output_dir / "metrics.jsonl")]
     return losses, read_metrics(evals) if evals.exists() else [], shown.getvalue()
 
 
 def batches_of(config: TrainConfig, data: str) -> Batches:
     tokens = open_tokens(data, open_tokenizer(Path(config.model), None))
     return Batches(
-        rows=Rows.of(tokens, config.seq_len), batch_size=config.batch_size,
-        accumulation_steps=config.accumulation_steps, positions=True,
+        rows=Rows.of(tokens, config.max_length), batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps, positions=True,
     )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ DATA = pytest.mark.parametrize("data", [pytest.param("texts.jsonl", marks=pytest
 def test_the_first_losses_are_those_of_transformers_on_the_documents(data: str, folder: Path, tmp_path: Path) -> None:
     """Of every document by itself: packing changes nothing but the speed. Bits per byte are those of the text."""
     other = str(folder / data.replace("texts", "other"))
-    config = config_of(folder, data, tmp_path / "run", steps=1, eval_data=other, eval_rows=256)
+    config = config_of(folder, data, tmp_path / "run", max_steps=1, eval_data=other, max_eval_samples=256)
     (loss,), (first, _), shown = trained(config)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     batches, evaluated = batches_of(config, config.data), batches_of(config, other)
@@ -112,33 +112,39 @@ def test_the_first_losses_are_those_of_transformers_on_the_documents(data: str, 
 
 @DATA
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: str, folder: Path, tmp_path: Path) -> None:
-    whole = config_of(folder, data, tmp_path / "whole", eval_share=0.2, eval_rows=4, eval_every=2)
+    whole = config_of(folder, data, tmp_path / "whole", eval_share=0.2, max_eval_samples=4, eval_steps=2)
     losses, evals, shown = trained(whole)
     assert losses[-1] < losses[0] - 0.1
     assert "attention ends where a document does" in shown
     assert "held out, every 2 steps" in shown
-    parts = replace(whole, out=tmp_path / "parts", steps=2)
+    parts = replace(whole, output_dir=tmp_path / "parts", max_steps=2)
     _, evaluated, _ = trained(parts)
     # A run that a signal ends leaves out the evaluation that is due then.
-    write_lines(parts.out / "evals.jsonl", evaluated[:-1])
-    again, resumed, _ = trained(replace(parts, steps=4, resume=True))
+    write_lines(parts.output_dir / "evals.jsonl", evaluated[:-1])
+    again, resumed, _ = trained(replace(parts, max_steps=4, resume_from_checkpoint="last"))
     assert again == losses
     assert [(line["step"], line["loss"]) for line in resumed] == [(line["step"], line["loss"]) for line in evals]
     shutil.copy(folder / data, tmp_path / data)
-    trained(replace(parts, steps=5, resume=True, cache=tmp_path / "cache", data=str(tmp_path / data)))
+    trained(
+        replace(parts, max_steps=5, resume_from_checkpoint="last", cache=tmp_path / "cache", data=str(tmp_path / data))
+    )
 
 
 @DATA
 def test_micro_batches_of_layers_know_where_documents_end(data: str, folder: Path, tmp_path: Path) -> None:
-    plain = config_of(folder, data, tmp_path / "plain", steps=2, accumulation_steps=1, batch_size=4)
-    tiled = replace(plain, out=tmp_path / "tiled", batch_tiles=2)
+    plain = config_of(
+        folder, data, tmp_path / "plain", max_steps=2, gradient_accumulation_steps=1, per_device_train_batch_size=4
+    )
+    tiled = replace(plain, output_dir=tmp_path / "tiled", batch_tiles=2)
     assert trained(tiled)[0] == pytest.approx(trained(plain)[0], rel=1e-5)
 
 
 def test_evaluations_and_samples_change_no_bit_of_the_training(folder: Path, tmp_path: Path) -> None:
     plain = config_of(folder, "texts.jsonl", tmp_path / "plain", memory=on_ssd(tmp_path))
     other = str(folder / "other.jsonl")
-    watched = replace(plain, out=tmp_path / "watched", eval_data=other, eval_every=2, sample_every=2, sample_tokens=8)
+    watched = replace(
+        plain, output_dir=tmp_path / "watched", eval_data=other, eval_steps=2, sample_every=2, sample_tokens=8
+    )
     losses, evals, shown = trained(watched)
     assert trained(plain)[0] == losses
     assert [line["step"] for line in evals] == [0, 2, 4]
@@ -149,25 +155,32 @@ def test_evaluations_and_samples_change_no_bit_of_the_training(folder: Path, tmp
 def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder: Path, tmp_path: Path) -> None:
     """Learning rates that are far too large make it worse. State on SSD is kept in place by both checkpoints."""
     config = config_of(
-        folder, "texts.jsonl", tmp_path / "run", memory=on_ssd(tmp_path), steps=20, seq_len=64,
-        eval_data=str(folder / "other.jsonl"), eval_every=1, patience=3, keep_checkpoints=1, checkpoint_every=1,
-        optim=OptimConfig(lr=2.0, schedule="constant", warmup_steps=40), accumulation_steps=1,
+        folder, "texts.jsonl", tmp_path / "run", memory=on_ssd(tmp_path), max_steps=20, max_length=64,
+        eval_data=str(folder / "other.jsonl"), eval_steps=1, early_stopping_patience=3, save_total_limit=1, save_steps=1,
+        learning_rate=2.0, lr_scheduler_type="constant", warmup_steps=40, gradient_accumulation_steps=1,
     )  # fmt: skip
     _, evals, shown = trained(config)
     best = min(evals[1:], key=lambda line: line["loss"])["step"]
     last = evals[-1]["step"]
     assert last < 20
     assert "Stopped early" in shown
-    assert [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()] == sorted({best, last})
-    again = run(replace(config, resume=True, patience=0, steps=last + 1), Console(quiet=True))
+    assert [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()] == sorted({best, last})
+    again = run(
+        replace(config, resume_from_checkpoint="last", early_stopping_patience=0, max_steps=last + 1),
+        Console(quiet=True),
+    )
     assert again.first_step == last + 1
-    assert best in [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()]
+    assert best in [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()]
     # Losses on other sequences are not compared with those before.
-    _, evals, shown = trained(replace(config, resume=True, patience=0, steps=last + 3, eval_rows=1))
+    _, evals, shown = trained(
+        replace(
+            config, resume_from_checkpoint="last", early_stopping_patience=0, max_steps=last + 3, max_eval_samples=1
+        )
+    )
     assert "on other sequences than before, or noted by another version: the best" in shown
     best = min(evals[-2:], key=lambda line: line["loss"])["step"]
-    assert RunDir(config.out).named("best").step == best
-    assert [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()] == sorted({best, last + 3})
+    assert RunDir(config.output_dir).named("best").step == best
+    assert [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()] == sorted({best, last + 3})
 
 
 WRONG = {
@@ -180,8 +193,8 @@ WRONG = {
         ["--model", "{}/bytes", "--data", "{}/plain.txt", "--eval-data", "{}/accents.txt"],
         "vocabulary of 128, and data '.*accents.txt' has tokens up to 195",
     ),
-    "sequences that are too long": (["--seq-len", "512"], "use --seq-len 256 or less"),
-    "conversations that are too long": (["--seq-len", "8", "--data", "{}/chats.jsonl"], "use a larger --seq-len"),
+    "sequences that are too long": (["--max-length", "512"], "use --max-length 256 or less"),
+    "conversations that are too long": (["--max-length", "8", "--data", "{}/chats.jsonl"], "use a larger --max-length"),
     "everything held out": (["--eval-share", "0.999"], "leaves nothing of"),
     "an interrupted download": (["--model", "{}/part"], "lacks 1 of its 2 files of weights.*run hf download again"),
     "a gated model": (["--model", "{}/gated"], "downloaded without weights: run hf download again.*accept its terms"),
@@ -211,10 +224,16 @@ def test_mistakes_are_one_message_with_the_remedy(
     case: str, wrongs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, message = WRONG[case]
-    usual = {"--model": "{}/model", "--data": "{}/texts.jsonl", "--seq-len": "64", "--batch-size": "1", "--steps": "1"}
+    usual = {
+        "--model": "{}/model",
+        "--data": "{}/texts.jsonl",
+        "--max-length": "64",
+        "--per-device-train-batch-size": "1",
+        "--max-steps": "1",
+    }
     given = {**usual, **dict(zip(flags[::2], flags[1::2], strict=True)), "--memory.host": "1GiB"}
     args = [part.replace("{}", str(wrongs)) for pair in given.items() for part in pair]
-    assert main(["train", *args, "--out", str(tmp_path / "run")]) == 2
+    assert main(["train", *args, "--output-dir", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.count("pagoda: ") == 1
     assert re.search(message, error)

@@ -100,7 +100,7 @@ def test_a_mask_of_a_long_row_is_refused_if_there_is_no_memory_for_it(
     rows = Rows.of(tokens_of(np.arange(96) % 60 + 1, ends=[*range(6, 97, 6)]), 24)
     if kind == "llama":
         model.set_attn_implementation("eager")
-    with pytest.raises(ConfigError, match=f"--seq-len 24 needs .* a mask .*{why}.* Use --seq-len 20 or less"):
+    with pytest.raises(ConfigError, match=f"--max-length 24 needs .* a mask .*{why}.* Use --max-length 20 or less"):
         said_of(model, rows, "fp32")
 
 

@@ -70,7 +70,7 @@ def test_a_lock_ends_with_the_process_that_took_it_also_where_its_children_live_
 def test_what_is_no_lock_of_a_run_is_refused_and_left_alone(make: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / "other").write_text("someone's")
     make(tmp_path / LOCK)
-    with pytest.raises(ConfigError, match=f"--out {tmp_path} cannot be"), locked(tmp_path):
+    with pytest.raises(ConfigError, match=f"--output-dir {tmp_path} cannot be"), locked(tmp_path):
         pass
     assert (tmp_path / "other").read_text() == "someone's"
     assert (tmp_path / LOCK).lstat()

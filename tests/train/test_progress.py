@@ -64,30 +64,32 @@ def test_a_run_goes_on_without_its_output_and_writes_it_to_a_file(
 ) -> None:
     """A reader that went away before it read anything, and a terminal that was closed while the run went on."""
     stream = Failing(error, left=0 if isinstance(error, BrokenPipeError) else 4)
-    config = tiny_run(tmp_path, plan="usual", steps=2)
+    config = tiny_run(tmp_path, plan="usual", max_steps=2)
     console = Console(file=stream)
     assert run(config, console) is not None
     assert console.file is stream
-    assert [line["step"] for line in read_metrics(config.out / "metrics.jsonl")] == [1, 2]
-    assert (config.out / "checkpoint-2").is_dir()
+    assert [line["step"] for line in read_metrics(config.output_dir / "metrics.jsonl")] == [1, 2]
+    assert (config.output_dir / "checkpoint-2").is_dir()
     assert capsys.readouterr().err.count(f"{error}: the run continues") == 1
-    assert "step 2/2" in (config.out / "output.txt").read_text()
+    assert "step 2/2" in (config.output_dir / "output.txt").read_text()
 
 
 def test_few_lines_come_before_the_first_step_and_the_reasons_are_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     memory = Memory(host="600KiB", ssd=str(tmp_path / "ssd"), unit_limit="16KiB", page_size="4KiB")
     model = write_model(tmp_path / "model")
-    config = tiny_run(tmp_path, model=model, plan="usual", steps=1, batch_size=0, eval_share=0.2, memory=memory)
+    config = tiny_run(
+        tmp_path, model=model, plan="usual", max_steps=1, per_device_train_batch_size=0, eval_share=0.2, memory=memory
+    )
     result, brief = trained(config)
     assert result is not None
     before = brief.partition("step 1/")[0]
     assert len(before.splitlines()) <= 36
-    reasons = json.loads((config.out / "plan.json").read_text())["reasons"]
+    reasons = json.loads((config.output_dir / "plan.json").read_text())["reasons"]
     assert [*result.plan.reasons] == reasons[1:]
     assert "% of the" in reasons[0], "the wear of the drive, which is far less than 1%"
     assert not any(reason.rstrip(".") in before for reason in reasons)
-    _, long = trained(replace(config, out=tmp_path / "verbose", verbose=True))
+    _, long = trained(replace(config, output_dir=tmp_path / "verbose", verbose=True))
     assert all(reason.rstrip(".") in " ".join(long.split()) for reason in reasons)
 
 
@@ -111,7 +113,7 @@ def test_time_that_is_left_counts_evaluations_to_come(tmp_path: Path, monkeypatc
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
     monkeypatch.setattr("pagoda.train.callbacks.time", clock)
     monkeypatch.setattr(Progress, "show", lambda self, metrics, left_s: left.append(left_s))
-    trained(tiny_run(tmp_path, plan="usual", steps=5, eval_share=0.2, eval_every=2, save_at_end=False))
+    trained(tiny_run(tmp_path, plan="usual", max_steps=5, eval_share=0.2, eval_steps=2, save_at_end=False))
     assert left == pytest.approx([34.0, 33.0, 22.0, 21.0, 10.0])
 
 

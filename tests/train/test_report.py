@@ -13,7 +13,6 @@ from pagoda.errors import ConfigError
 from pagoda.forecast.record import as_lines
 from pagoda.memory.forms import whole
 from pagoda.memory.sizes import format_bytes
-from pagoda.models.lora import LoraConfig
 from pagoda.train.report import report
 from tests.tiny import tiny_run, trained, write_model
 
@@ -28,12 +27,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "ssd").mkdir()
     memory = Memory(host="1MiB", ssd=str(folder / "ssd"))
     more: dict[str, Any] = {
-        "seq_len": 32,
+        "max_length": 32,
         "eval_share": 0.2,
-        "eval_rows": 4,
-        "eval_every": 2,
+        "max_eval_samples": 4,
+        "eval_steps": 2,
         "plan": "usual",
-        "steps": 6,
+        "max_steps": 6,
     }
     trained(tiny_run(folder, model=write_model(folder / "model"), data=str(folder / "page"), memory=memory, **more))
     return folder / "run"
@@ -52,7 +51,7 @@ def test_the_page_has_what_the_run_wrote_and_needs_nothing_else(directory: Path,
     assert f"{lines[0]['loss']:.4f} → {lines[-1]['loss']:.4f}" in page
     assert all(f"{line['loss']:.4f}" in page for line in evals)
     plan = json.loads((directory / "plan.json").read_text())
-    for said in (*plan["reasons"], *(unit["name"] for unit in plan["units"]), "exp_avg", "optim.lr"):
+    for said in (*plan["reasons"], *(unit["name"] for unit in plan["units"]), "exp_avg", "learning_rate"):
         assert said.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;") in page
     homes = [unit["homes"]["weight"] for unit in plan["units"]]
     assert all(page.count(f'<span class="tier-{tier}"') == homes.count(tier) for tier in ("device", "host", "ssd"))
@@ -89,7 +88,7 @@ def test_lanes_are_drawn_as_predicted_above_as_measured(directory: Path, page: s
     ("settings", "why"),
     [
         ({"plan": "usual"}, "--plan usual takes the planner&#x27;s first choice"),
-        ({"lora": LoraConfig(rank=2)}, "--lora.rank trains adapters"),
+        ({"lora_r": 2}, "--lora-r trains adapters"),
         ({}, "this machine was not measured"),
     ],
     ids=["usual", "adapters", "not measured"],
@@ -98,13 +97,13 @@ def test_the_page_says_why_nothing_was_predicted(
     settings: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    trained(tiny_run(tmp_path, steps=1, **settings))
+    trained(tiny_run(tmp_path, max_steps=1, **settings))
     assert "Nothing was predicted: " in (found := report(tmp_path / "run"))
     assert why in found
 
 
 def test_a_plan_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--model", "gpt-2x64", "--batch-size", "1", "--hardware", "rtx4090", "--json"]
+    asked = ["plan", "--model", "gpt-2x64", "--per-device-train-batch-size", "1", "--hardware", "rtx4090", "--json"]
     assert main(asked) == 0
     (tmp_path / "plan.json").write_text(capsys.readouterr().out)
     assert main(["report", str(tmp_path / "plan.json")]) == 0

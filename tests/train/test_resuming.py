@@ -1,4 +1,5 @@
-"""What `--resume` goes on from: the last checkpoint that is whole, of this run and these settings, or nothing yet."""
+"""What `--resume-from-checkpoint last` goes on from: the last checkpoint that is whole, of this run and these settings,
+or nothing yet."""
 
 import os
 import re
@@ -16,7 +17,7 @@ from rich.console import Console
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.errors import CheckpointError, ConfigError
-from pagoda.train import OptimConfig, TrainConfig, run
+from pagoda.train import TrainConfig, run
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.tiny import at_the_first_batch, before_step, tiny_run, trained, write_model
@@ -24,7 +25,7 @@ from tests.tiny import at_the_first_batch, before_step, tiny_run, trained, write
 
 def config_in(folder: Path) -> TrainConfig:
     memory = Memory(host="64MiB", page_size="4KiB", unit_limit="128KiB")
-    return tiny_run(folder, memory=memory, checkpoint_every=2, keep_checkpoints=0)
+    return tiny_run(folder, memory=memory, save_steps=2, save_total_limit=0)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 def config(done: TrainConfig, tmp_path: Path) -> TrainConfig:
     """That run, elsewhere, to be resumed."""
     shutil.copytree(done.out, tmp_path / "run")
-    return replace(done, out=tmp_path / "run", resume=True)
+    return replace(done, output_dir=tmp_path / "run", resume_from_checkpoint="last")
 
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
@@ -47,7 +48,7 @@ def tensors_of(checkpoint: Path) -> dict[str, bytes]:
 
 
 def curve(config: TrainConfig) -> list[tuple[object, ...]]:
-    return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in read_metrics(RunDir(config.out).metrics)]
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in read_metrics(RunDir(config.output_dir).metrics)]
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -60,7 +61,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_checkpoint_is_named_and_kept_and_the_run_goes_on_from_the_one_before(
     damage: str, config: TrainConfig, done: TrainConfig
 ) -> None:
-    last = RunDir(config.out).checkpoint(4)
+    last = RunDir(config.output_dir).checkpoint(4)
     DAMAGES[damage](last)
     before = content_of(last)
     result, shown = trained(config)
@@ -71,18 +72,18 @@ def test_a_damaged_checkpoint_is_named_and_kept_and_the_run_goes_on_from_the_one
     assert tensors_of(last) == tensors_of(RunDir(done.out).checkpoint(4))
     assert curve(config) == curve(done)
     flip(last / "pagoda" / "weight.safetensors")
-    trained(replace(config, checkpoint_every=1, keep_checkpoints=2))
-    names = sorted(path.name for path in config.out.glob("checkpoint-*"))
+    trained(replace(config, save_steps=1, save_total_limit=2))
+    names = sorted(path.name for path in config.output_dir.glob("checkpoint-*"))
     assert names == ["checkpoint-3", "checkpoint-4", "checkpoint-4.damaged", "checkpoint-4.damaged2"]
 
 
 def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     config = ssd_config(tmp_path)
     run(config, Console(quiet=True))
-    config = replace(config, resume=True)
-    last = RunDir(config.out).checkpoint(4)
+    config = replace(config, resume_from_checkpoint="last")
+    last = RunDir(config.output_dir).checkpoint(4)
     before, first = content_of(last), curve(config)
-    result, shown = trained(replace(config, checkpoint="checkpoint-2"))
+    result, shown = trained(replace(config, resume_from_checkpoint="checkpoint-2"))
     assert (result.first_step, result.last_step) == (3, 4)
     assert "Going back to the checkpoint after step 2: the 2 steps after it run again" in shown
     later = last.with_name("checkpoint-4.later")
@@ -91,34 +92,55 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None
         assert main(["export", str(checkpoint), str(tmp_path / checkpoint.name), "--dtype", "fp32"]) == 0
     assert tensors_of(tmp_path / last.name) == tensors_of(tmp_path / later.name) != {}
     assert curve(config) == first
-    again = ["train", "--resume", "--out", str(config.out), "--memory.ssd", str(config.memory.ssd)]
+    again = [
+        "train",
+        "--resume-from-checkpoint",
+        "last",
+        "--output-dir",
+        str(config.output_dir),
+        "--memory.ssd",
+        str(config.memory.ssd),
+    ]
     assert main(again) == 0, "it goes on from the last one again"
 
 
 def test_a_checkpoint_that_is_named_is_used_or_refused(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(RunDir(config.out).checkpoint(2) / "pagoda" / "weight.safetensors")
-    before = content_of(config.out)
+    flip(RunDir(config.output_dir).checkpoint(2) / "pagoda" / "weight.safetensors")
+    before = content_of(config.output_dir)
     for name, message in (("checkpoint-3", "it has checkpoint-2, checkpoint-4"), ("checkpoint-2", "is damaged")):
-        assert main(["train", "--resume", "--out", str(config.out), "--checkpoint", name]) == 2
+        assert (
+            main(
+                [
+                    "train",
+                    "--resume-from-checkpoint",
+                    "last",
+                    "--output-dir",
+                    str(config.output_dir),
+                    "--checkpoint",
+                    name,
+                ]
+            )
+            == 2
+        )
         assert message in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="add --resume"):
-        run(replace(config, resume=False, checkpoint="checkpoint-4"), Console(quiet=True))
-    assert content_of(config.out) == before
+    with pytest.raises(ConfigError, match="add --resume-from-checkpoint last"):
+        run(replace(config, resume_from_checkpoint="checkpoint-4"), Console(quiet=True))
+    assert content_of(config.output_dir) == before
 
 
 def test_nothing_changes_where_every_checkpoint_is_damaged(config: TrainConfig) -> None:
     for step in (2, 4):
-        flip(RunDir(config.out).checkpoint(step) / "pagoda" / "weight.safetensors")
-    before = content_of(config.out)
+        flip(RunDir(config.output_dir).checkpoint(step) / "pagoda" / "weight.safetensors")
+    before = content_of(config.output_dir)
     with pytest.raises(CheckpointError, match=r"(?s)none of the 2 checkpoints.*step 4.*damaged.*step 2.*damaged"):
         trained(config)
-    assert content_of(config.out) == before
+    assert content_of(config.output_dir) == before
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it_and_without_any_a_run_begins_anew(
     config: TrainConfig, done: TrainConfig
 ) -> None:
-    run_dir = RunDir(config.out)
+    run_dir = RunDir(config.output_dir)
     shutil.rmtree(run_dir.checkpoint(4))
     shutil.copytree(run_dir.checkpoint(2), run_dir.checkpoint(3))
     result, shown = trained(config)
@@ -135,22 +157,22 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it_and_wit
 def ssd_config(tmp_path: Path) -> TrainConfig:
     """All state on SSD, of which a checkpoint keeps the pages."""
     (tmp_path / "ssd").mkdir()
-    config = replace(config_in(tmp_path), model=write_model(tmp_path / "model"), keep_checkpoints=2)
+    config = replace(config_in(tmp_path), model=write_model(tmp_path / "model"), save_total_limit=2)
     memory = Memory(host="900KiB", ssd=str(tmp_path / "ssd"), unit_limit="128KiB", page_size="4KiB")
-    return replace(config, memory=memory, optim=OptimConfig(schedule="constant"))
+    return replace(config, memory=memory, lr_scheduler_type="constant")
 
 
 @pytest.mark.parametrize("how", [pytest.param("bits", marks=pytest.mark.slow), "gone"])
 def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: str, tmp_path: Path) -> None:
     """Pages are adopted without being read: what is damaged there would show in the middle of a step."""
     config = ssd_config(tmp_path)
-    whole = replace(config, out=tmp_path / "whole", memory=Memory(host="64MiB"))
+    whole = replace(config, output_dir=tmp_path / "whole", memory=Memory(host="64MiB"))
     run(whole, Console(quiet=True))
-    run(replace(config, steps=2), Console(quiet=True))
+    run(replace(config, max_steps=2), Console(quiet=True))
     (pages,) = (tmp_path / "ssd").glob("*/pages")
     (first,) = pages.parent.glob("commits/*")
     before = pages.read_bytes()
-    trained(replace(config, resume=True))
+    trained(replace(config, resume_from_checkpoint="last"))
     content = bytearray(pages.read_bytes())
     changed = [at for at in range(0, len(content), 4096) if content[at : at + 4096] != before[at : at + 4096]]
     assert changed, "the checkpoint after step 4 has pages that the one after step 2 has not"
@@ -161,7 +183,7 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     else:
         (second,) = set(pages.parent.glob("commits/*")) - {first}
         second.unlink()
-    result, shown = trained(replace(config, resume=True))
+    result, shown = trained(replace(config, resume_from_checkpoint="last"))
     assert result.first_step == 3
     assert "Falling back to the checkpoint after step 2" in shown
     assert curve(config) == curve(whole)
@@ -172,30 +194,33 @@ def test_with_asynchronous_updates_neither_checkpoints_nor_a_signal_change_a_bit
     ssd: bool, predict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ssd_config(tmp_path) if ssd else config_in(tmp_path)
-    config = replace(config, update="async", predict=predict, steps=6, eval_share=0.2)
+    config = replace(config, update="async", predict=predict, max_steps=6, eval_share=0.2)
     if ssd:
         config = replace(config, memory=replace(config.memory, host="2MiB"))
-    whole = replace(config, out=tmp_path / "whole", checkpoint_every=0, checkpoint_minutes=0.0, keep_best=False)
+    whole = replace(config, output_dir=tmp_path / "whole", save_steps=0, save_minutes=0.0, keep_best=False)
     trained(whole)
     with monkeypatch.context() as patched:
         before_step(3, lambda: signal.raise_signal(signal.SIGTERM), patched)
         assert trained(config)[0].stopped_by == signal.SIGTERM
-    assert trained(replace(config, resume=True))[0].first_step == 4
+    assert trained(replace(config, resume_from_checkpoint="last"))[0].first_step == 4
     assert curve(config) == curve(whole)
     exported = []
     for each in (config, whole):
-        assert main(["export", str(each.out), str(tmp_path / "exported" / each.out.name), "--dtype", "fp32"]) == 0
-        exported.append(tensors_of(tmp_path / "exported" / each.out.name))
+        assert (
+            main(["export", str(each.output_dir), str(tmp_path / "exported" / each.output_dir.name), "--dtype", "fp32"])
+            == 0
+        )
+        exported.append(tensors_of(tmp_path / "exported" / each.output_dir.name))
     assert exported[0] == exported[1] != {}
 
 
 def test_the_last_evaluation_of_an_asynchronous_run_is_of_the_weights_that_it_saves(tmp_path: Path) -> None:
-    config = replace(config_in(tmp_path), update="async", predict=True, eval_share=0.2, eval_every=4)
+    config = replace(config_in(tmp_path), update="async", predict=True, eval_share=0.2, eval_steps=4)
     trained(config)
-    evals = RunDir(config.out).evals
+    evals = RunDir(config.output_dir).evals
     *before, last = read_metrics(evals)
     evals.write_text("".join(evals.read_text().splitlines(keepends=True)[:-1]))
-    trained(replace(config, resume=True, steps=5))
+    trained(replace(config, resume_from_checkpoint="last", max_steps=5))
     again = read_metrics(evals)[len(before)]
     assert (again["step"], again["loss"]) == (last["step"], last["loss"])
 
@@ -209,38 +234,46 @@ def edited(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize("old", ['"steps": 4', r"\s*}\s*$"])
 def test_an_edited_configuration_is_noticed(old: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     """A setting that decides no bits, and the end of the file."""
-    edited(RunDir(config.out).config, old, old[:-1] + "9" if old[-1].isalnum() else "")
-    before = content_of(config.out)
-    assert main(["train", "--resume", "--out", str(config.out), "--steps", "6"]) == 2
-    assert str(RunDir(config.out).config) in capsys.readouterr().err
-    assert main(["inspect", "--verify", str(config.out)]) == 1
-    assert f"{RunDir(config.out).config} is not that of the run" in capsys.readouterr().out.replace("\n", "")
-    assert content_of(config.out) == before
+    edited(RunDir(config.output_dir).config, old, old[:-1] + "9" if old[-1].isalnum() else "")
+    before = content_of(config.output_dir)
+    assert (
+        main(["train", "--resume-from-checkpoint", "last", "--output-dir", str(config.output_dir), "--max-steps", "6"])
+        == 2
+    )
+    assert str(RunDir(config.output_dir).config) in capsys.readouterr().err
+    assert main(["inspect", "--verify", str(config.output_dir)]) == 1
+    assert f"{RunDir(config.output_dir).config} is not that of the run" in capsys.readouterr().out.replace("\n", "")
+    assert content_of(config.output_dir) == before
 
 
 def test_an_edited_configuration_of_the_model_is_noticed(config: TrainConfig, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(config.model, model)
-    config = replace(config, model=str(model), resume=False, out=tmp_path / "other", save_at_end=True)
+    config = replace(
+        config, model=str(model), resume_from_checkpoint=None, output_dir=tmp_path / "other", save_at_end=True
+    )
     run(config, Console(quiet=True))
-    before = content_of(config.out)
+    before = content_of(config.output_dir)
     edited(model / "config.json", "}$", ', "rms_norm_eps": 0.1}')
     with pytest.raises(CheckpointError, match=r"rms_norm_eps was .* and is 0.1"):
-        trained(replace(config, resume=True, steps=6))
-    assert content_of(config.out) == before
+        trained(replace(config, resume_from_checkpoint="last", max_steps=6))
+    assert content_of(config.output_dir) == before
 
 
 def test_the_configuration_of_another_run_is_noticed(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--verify", str(config.out)]) == 0
-    run_dir = RunDir(config.out)
+    assert main(["inspect", "--verify", str(config.output_dir)]) == 0
+    run_dir = RunDir(config.output_dir)
     run_dir.create(replace(run_dir.started_config(), seed=1))
-    before = content_of(config.out)
+    before = content_of(config.output_dir)
     capsys.readouterr()
-    assert main(["train", "--resume", "--out", str(config.out), "--steps", "6"]) == 2
+    assert (
+        main(["train", "--resume-from-checkpoint", "last", "--output-dir", str(config.output_dir), "--max-steps", "6"])
+        == 2
+    )
     assert "--seed 1 (the checkpoint has 0)" in capsys.readouterr().err
-    assert main(["inspect", "--verify", str(config.out)]) == 1
+    assert main(["inspect", "--verify", str(config.output_dir)]) == 1
     assert "--seed 0 (it has 1)" in capsys.readouterr().out
-    assert content_of(config.out) == before
+    assert content_of(config.output_dir) == before
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -250,14 +283,14 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written_and_r
     def start_others() -> None:
         for again in (False, True):
             with pytest.raises(ConfigError, match=rf"is in use by another run \(process {os.getpid()} on"):
-                run(replace(config, resume=again), Console(quiet=True))
+                run(replace(config, resume_from_checkpoint="last" if again else None), Console(quiet=True))
         if resume:
-            assert main(["inspect", "--verify", str(config.out)]) == 0
-            assert main(["export", str(config.out), str(tmp_path / "exported")]) == 0
+            assert main(["inspect", "--verify", str(config.output_dir)]) == 0
+            assert main(["export", str(config.output_dir), str(tmp_path / "exported")]) == 0
 
     at_the_first_batch(start_others, monkeypatch)
-    shutil.rmtree(RunDir(config.out).checkpoint(4) if resume else config.out)
-    run(replace(config, resume=resume), Console(quiet=True))
+    shutil.rmtree(RunDir(config.output_dir).checkpoint(4) if resume else config.output_dir)
+    run(replace(config, resume_from_checkpoint="last" if resume else None), Console(quiet=True))
     assert (tmp_path / "exported" / "config.json").exists() == resume
     assert curve(config) == curve(done)
     names = [
@@ -270,13 +303,17 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written_and_r
         "run.yaml",
         "timeline.json",
     ]
-    assert sorted(path.name for path in config.out.iterdir()) == names
+    assert sorted(path.name for path in config.output_dir.iterdir()) == names
 
 
 def test_a_resumed_run_may_divide_a_step_in_another_way_but_not_change_it(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match=r"with 4 sequences a step, of which the run has 2: --accumulation-steps 1"):
-        trained(replace(config, steps=5, accumulation_steps=2))
-    with pytest.raises(ConfigError, match=r"6 sequences a step, of which the run has 2\. Leave out --batch-size"):
-        trained(replace(config, steps=5, batch_size=6))
-    result, _ = trained(replace(config, steps=5, batch_size=1, accumulation_steps=2))
+    with pytest.raises(
+        ConfigError, match=r"with 4 sequences a step, of which the run has 2: --gradient-accumulation-steps 1"
+    ):
+        trained(replace(config, max_steps=5, gradient_accumulation_steps=2))
+    with pytest.raises(
+        ConfigError, match=r"6 sequences a step, of which the run has 2\. Leave out --per-device-train-batch-size"
+    ):
+        trained(replace(config, max_steps=5, per_device_train_batch_size=6))
+    result, _ = trained(replace(config, max_steps=5, per_device_train_batch_size=1, gradient_accumulation_steps=2))
     assert (result.first_step, result.last_step) == (5, 5)

@@ -13,7 +13,9 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.train import TrainConfig
 from pagoda.train.run_dir import RunDir
 
-CONFIG = TrainConfig(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
+CONFIG = TrainConfig(
+    model="llama-15m", max_steps=20, per_device_train_batch_size=4, max_length=128, output_dir=Path("run")
+)
 
 
 def test_a_run_starts_in_a_missing_an_empty_or_an_unrelated_directory(tmp_path: Path) -> None:
@@ -31,7 +33,7 @@ def test_a_run_starts_in_a_missing_an_empty_or_an_unrelated_directory(tmp_path: 
         RunDir(tmp_path).check_free()
     (tmp_path / "plan.json").unlink()
     RunDir(tmp_path).create(CONFIG)
-    with pytest.raises(ConfigError, match=r"already holds a run .*--resume"):
+    with pytest.raises(ConfigError, match=r"already holds a run .*--resume-from-checkpoint last"):
         RunDir(tmp_path).check_free()
 
 
@@ -91,7 +93,7 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
     assert run_dir.started_config() == CONFIG
     assert done == [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a"), *rewritten]
     done.clear()
-    run_dir.create(replace(CONFIG, steps=40))
+    run_dir.create(replace(CONFIG, max_steps=40))
     assert run_dir.started_config().steps == 40
     assert done == rewritten
 
@@ -128,7 +130,7 @@ def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
         ("model", "\0"),
         ("out", ["run"]),
         ("precision", "fp8"),
-        ("clip_grad_norm", "1"),
+        ("max_grad_norm", "1"),
         ("batch_tiles", "all"),
         ("optim", [1]),
         ("optim", {"betas": [0.9]}),

@@ -27,11 +27,11 @@ from tests.tiny import before_step, tiny_run, trained
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return tiny_run(tmp_path, checkpoint_every=1, plan="usual")
+    return tiny_run(tmp_path, save_steps=1, plan="usual")
 
 
 def checkpoints(config: TrainConfig) -> list[int]:
-    return [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()]
+    return [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()]
 
 
 def test_by_default_a_checkpoint_is_saved_after_half_an_hour_of_training(
@@ -42,12 +42,12 @@ def test_by_default_a_checkpoint_is_saved_after_half_an_hour_of_training(
     monkeypatch.setattr("pagoda.integrations.checkpoints.time", SimpleNamespace(monotonic=lambda: now[0]))
     for number in range(1, 6):
         before_step(number, lambda: now.append(now.pop() + 901.0), monkeypatch)
-    config = replace(config, checkpoint_every=0, save_at_end=False, steps=5)
+    config = replace(config, save_steps=0, save_at_end=False, max_steps=5)
     result, _ = trained(config)
     assert checkpoints(config) == [2, 4]
     assert result is not None
-    assert result.checkpoint == RunDir(config.out).checkpoint(4)
-    other = replace(config, checkpoint_minutes=0.0, out=config.out.with_name("other"))
+    assert result.checkpoint == RunDir(config.output_dir).checkpoint(4)
+    other = replace(config, save_minutes=0.0, output_dir=config.output_dir.with_name("other"))
     trained(other)
     assert checkpoints(other) == []
 
@@ -58,35 +58,35 @@ def test_the_best_checkpoint_is_one_of_the_last_or_one_more(
     losses = iter([9.0, 8.0, 7.0, 6.0, 7.0, 8.0, 9.0])
     measure = Evaluator.measure
     monkeypatch.setattr(Evaluator, "measure", lambda *args: replace(measure(*args), loss=next(losses)))
-    config = replace(config, eval_share=0.2, eval_rows=4, eval_every=1, steps=3)
+    config = replace(config, eval_share=0.2, max_eval_samples=4, eval_steps=1, max_steps=3)
     trained(config)
     assert checkpoints(config) == [2, 3]
-    trained(replace(config, resume=True, steps=6))
+    trained(replace(config, resume_from_checkpoint="last", max_steps=6))
     assert checkpoints(config) == [3, 5, 6]
 
 
 def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     memory = Memory(host="300KiB", ssd=str(tmp_path / "ssd"), unit_limit="16KiB", page_size="4KiB")
-    config = replace(config, checkpoint_every=0, memory=memory, steps=1, verbose=True)
+    config = replace(config, save_steps=0, memory=memory, max_steps=1, verbose=True)
     result, shown = trained(config)
     assert result is not None
     needed = sum(pages for line, pages in result.plan.bytes["ssd"].items() if line not in ("spare", "undo"))
     assert result.plan.bytes["ssd"]["spare"] > 0
     assert "for the pages of 1 checkpoint" in shown
     tight = replace(memory, ssd=f"{tmp_path / 'ssd'}:{needed + (64 << 10)}")
-    result, shown = trained(replace(config, memory=tight, out=config.out.with_name("tight")))
+    result, shown = trained(replace(config, memory=tight, output_dir=config.output_dir.with_name("tight")))
     assert result is not None
     assert "spare" not in result.plan.bytes["ssd"]
     assert f"The {format_bytes(needed + (64 << 10))} of SSD that the run may use have no room" in shown
-    with pytest.raises(ConfigError, match="checkpoint_minutes is -1"):
-        replace(config, checkpoint_minutes=-1.0)
+    with pytest.raises(ConfigError, match="save_minutes is -1"):
+        replace(config, save_minutes=-1.0)
 
 
 def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = replace(config, out=config.out.with_name("whole"))
+    whole = replace(config, output_dir=config.output_dir.with_name("whole"))
     trained(whole)
     before_step(2, lambda: fill_disk(1, monkeypatch), monkeypatch)
     result, shown = trained(config)
@@ -96,7 +96,9 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
     assert "No space left on device" in shown
     assert checkpoints(config) == [3, 4]
     for file in ("weight", "exp_avg"):
-        first, second = (RunDir(each.out).checkpoint(4) / "pagoda" / f"{file}.safetensors" for each in (config, whole))
+        first, second = (
+            RunDir(each.output_dir).checkpoint(4) / "pagoda" / f"{file}.safetensors" for each in (config, whole)
+        )
         assert first.read_bytes() == second.read_bytes()
 
 
@@ -106,7 +108,7 @@ def test_the_last_checkpoint_is_tried_again_for_a_while(
 ) -> None:
     monkeypatch.setattr(pending, "RETRY_S", 0.01)
     monkeypatch.setattr(pending, "PATIENCE_S", 0.3 if tries == 99 else 600)
-    config = replace(config, checkpoint_every=0, steps=2)
+    config = replace(config, save_steps=0, max_steps=2)
     fill_disk(tries, monkeypatch)
     if tries == 2:
         result, shown = trained(config)
@@ -116,7 +118,7 @@ def test_the_last_checkpoint_is_tried_again_for_a_while(
     else:
         with pytest.raises(StorageError, match=r"checkpoint-2/pagoda could not be written: .*No space left"):
             trained(config)
-    assert [line["step"] for line in read_metrics(RunDir(config.out).metrics)] == [1, 2]
+    assert [line["step"] for line in read_metrics(RunDir(config.output_dir).metrics)] == [1, 2]
 
 
 def test_a_signal_ends_the_tries_which_are_said_each_minute(
@@ -124,7 +126,7 @@ def test_a_signal_ends_the_tries_which_are_said_each_minute(
 ) -> None:
     monkeypatch.setattr(pending, "RETRY_S", 0.01)
     monkeypatch.setattr(pending, "_SAY_S", 0.0)
-    config, tries = replace(config, checkpoint_every=0, steps=2), [0]
+    config, tries = replace(config, save_steps=0, max_steps=2), [0]
 
     def full(*_: Any) -> None:
         tries[0] += 1
@@ -148,7 +150,7 @@ def test_a_disk_without_room_is_named_before_the_first_step(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     with pytest.raises(StorageError, match=r"has 100.00 KiB free, and a checkpoint takes .* KiB, metrics 4.00 KiB"):
         trained(config)
-    assert not config.out.exists()
+    assert not config.output_dir.exists()
     free[0] = 600 << 10
     _, shown = trained(config)
     assert "The run may add 3 checkpoints of up to" in shown
@@ -158,25 +160,25 @@ def test_a_disk_without_room_is_named_before_the_first_step(
 def test_what_is_moved_while_the_run_goes_on_is_kept_and_the_run_goes_on(
     what: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_dir = RunDir(config.out)
+    run_dir = RunDir(config.output_dir)
     moved = {"checkpoint": run_dir.checkpoint(2), "run": run_dir.path}[what]
-    before_step(3, lambda: moved.rename(config.out.with_name("kept")), monkeypatch)
+    before_step(3, lambda: moved.rename(config.output_dir.with_name("kept")), monkeypatch)
     retire = snapshot.Removable.retire
 
     def moved_first(old: snapshot.Removable) -> None:
         if old.directory == run_dir.checkpoint(3) / "pagoda":  # after it was looked at
-            old.directory.parent.rename(config.out.with_name("late"))
+            old.directory.parent.rename(config.output_dir.with_name("late"))
         retire(old)
 
     monkeypatch.setattr(snapshot.Removable, "retire", moved_first)
-    config = replace(config, steps=6)
+    config = replace(config, max_steps=6)
     result, _ = trained(config)
     assert result is not None
     assert checkpoints(config) == [5, 6]
-    kept = config.out.with_name("kept")
+    kept = config.output_dir.with_name("kept")
     assert len([*kept.rglob("manifest.json")]) == (1 if what == "checkpoint" else 2)
-    assert (config.out.with_name("late") / "pagoda" / "manifest.json").exists()
+    assert (config.output_dir.with_name("late") / "pagoda" / "manifest.json").exists()
     assert "checkpoint-3/pagoda was not deleted" in caplog.text
-    again, _ = trained(replace(config, resume=True, steps=7))
+    again, _ = trained(replace(config, resume_from_checkpoint="last", max_steps=7))
     assert again is not None
     assert again.first_step == 7

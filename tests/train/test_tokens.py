@@ -276,8 +276,12 @@ def parquet(**columns: list[str]) -> bytes:
 BROKEN: dict[str, tuple[str, bytes, str]] = {
     "not JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
     "no object": ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: a list where a record"),
-    "no known column": ("a.jsonl", b'{"body": "a", "id": 1}\n', r"line 1: none of its columns \(body, id\).*--column"),
-    "no text": ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: text is a int, not text.*--column"),
+    "no known column": (
+        "a.jsonl",
+        b'{"body": "a", "id": 1}\n',
+        r"line 1: none of its columns \(body, id\).*--dataset-text-field",
+    ),
+    "no text": ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: text is a int, not text.*--dataset-text-field"),
     "no role": ("a.jsonl", b'{"messages": [{"content": "a"}]}\n', r"line 1: messages\[0\] has no role"),
     "no message": ("a.jsonl", b'{"messages": ["a"]}\n', r"line 1: messages\[0\] is a str"),
     "half a character": ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', "line 2: not Unicode text"),
@@ -338,7 +342,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a single message": (
         "a.jsonl",
         b'{"role": "user", "content": "a"}\n',
-        "a single message.*--column content",
+        "a single message.*--dataset-text-field content",
     ),
     "no history": ("a.jsonl", b'{"instruction": "a", "output": "b", "history": ["c"]}', "history must be a list of p"),
     "a list of texts": ("a.json", b'[["a", "b"]]', "entry 1: a list where a record"),
@@ -386,7 +390,9 @@ def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="line 1: not UTF-8 text"):
         open_tokens(str(binary))
     with pytest.raises(ConfigError, match=r"line 1: no column 'body'; it has text"):
-        open_tokens(str(write_lines(tmp_path / "a.jsonl", [{"text": "a"}])), settings=DataSettings(column="body"))
+        open_tokens(
+            str(write_lines(tmp_path / "a.jsonl", [{"text": "a"}])), settings=DataSettings(dataset_text_field="body")
+        )
 
 
 def test_tokens_are_made_once(model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,7 +559,14 @@ def test_a_run_reads_data_once_before_its_first_step_and_tokens_only_if_they_wer
     other = tmp_path / "other"
     other.write_text("another text that has a few sequences. " * 20)
     monkeypatch.setattr(RunTrainer, "get_batch_samples", interrupted)
-    config = tiny_run(tmp_path, steps=0, seq_len=0, batch_size=0, eval_data=str(other), cache=tmp_path / "cache")
+    config = tiny_run(
+        tmp_path,
+        max_steps=0,
+        max_length=0,
+        per_device_train_batch_size=0,
+        eval_data=str(other),
+        cache=tmp_path / "cache",
+    )
     for there in (False, True):
         read.clear()
         hashed.clear()

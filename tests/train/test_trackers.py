@@ -20,7 +20,7 @@ from tests.tiny import tiny_run, trained
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return tiny_run(tmp_path, steps=3, eval_share=0.2, eval_rows=4, eval_every=2, plan="usual")
+    return tiny_run(tmp_path, max_steps=3, eval_share=0.2, max_eval_samples=4, eval_steps=2, plan="usual")
 
 
 class Package(TrainerCallback):
@@ -62,7 +62,9 @@ def test_every_step_and_evaluation_are_logged(config: TrainConfig, made: list[Pa
     for package in made:
         assert (package.begun, package.ended) == (["run"], 1)
         for file, figure in (("metrics.jsonl", "loss"), ("evals.jsonl", "eval_loss")):
-            assert package.seen[figure] == {line["step"]: line["loss"] for line in read_metrics(config.out / file)}
+            assert package.seen[figure] == {
+                line["step"]: line["loss"] for line in read_metrics(config.output_dir / file)
+            }
         assert package.seen.keys() >= {"grad_norm", "stall_share_update", "peak_bytes_host", "eval_perplexity"}
     assert len(made) == 2
 
@@ -77,7 +79,7 @@ def test_a_wrong_key_ends_a_run_before_its_first_step(
     monkeypatch.setattr(RunTrainer, "training_step", lambda *_: pytest.fail("no step begins"))
     with pytest.raises(ConfigError, match="--report-to wandb cannot be started: ValueError: the key is not one of"):
         trained(replace(config, report_to=("wandb",)))
-    assert not config.out.exists()
+    assert not config.output_dir.exists()
 
 
 def test_a_tracker_that_fails_later_is_left_out_and_named(
@@ -107,16 +109,16 @@ def test_tensorboard_is_told_which_steps_run_again_and_writes_nothing_for_a_run_
     module.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Package)
-    config = replace(config, report_to=("tensorboard",), checkpoint_every=2, steps=2)
+    config = replace(config, report_to=("tensorboard",), save_steps=2, max_steps=2)
     with monkeypatch.context() as patched:
         patched.setattr(RunTrainer, "training_step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trained(config)
-    assert not config.out.exists()
+    assert not config.output_dir.exists()
     trained(config)
-    (config.out / "tensorboard").rmdir()
-    trained(replace(config, steps=3, resume=True))
-    assert begun == [(str(config.out / "tensorboard"), step) for step in (1, 1, 3)]
+    (config.output_dir / "tensorboard").rmdir()
+    trained(replace(config, max_steps=3, resume_from_checkpoint="last"))
+    assert begun == [(str(config.output_dir / "tensorboard"), step) for step in (1, 1, 3)]
 
 
 @pytest.mark.parametrize("missing", ["wandb", "trackio"])
@@ -126,4 +128,4 @@ def test_a_package_that_is_missing_is_named_before_anything_is_written(missing: 
     for unknown in (("tensorbord",), "wandb"):
         with pytest.raises(ConfigError, match=r"report_to is .*; it must be some of \('azure_ml', "):
             replace(config, report_to=unknown)
-    assert not config.out.exists()
+    assert not config.output_dir.exists()

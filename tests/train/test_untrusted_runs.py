@@ -32,8 +32,8 @@ MODULE = "class Opt(__import__('torch').optim.SGD): ...\nopen(__file__ + '.ran',
 def done(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of two steps, with a tokenizer and evaluations: to be copied, not changed."""
     folder = tmp_path_factory.mktemp("done")
-    config = tiny_run(folder, model=str(write_pretrained(folder / "model")), steps=2, checkpoint_every=1)
-    config = replace(config, eval_share=0.2, eval_rows=2, sample_every=1, sample_tokens=1)
+    config = tiny_run(folder, model=str(write_pretrained(folder / "model")), max_steps=2, save_steps=1)
+    config = replace(config, eval_share=0.2, max_eval_samples=2, sample_every=1, sample_tokens=1)
     run(config, Console(quiet=True))
     return config
 
@@ -52,7 +52,9 @@ def rewrite(directory: Path, **changes: object) -> None:
 
 
 def resumed(directory: Path, *flags: str) -> int:
-    return main(["train", "--resume", "--out", str(directory), "--steps", "3", *flags])
+    return main(
+        ["train", "--resume-from-checkpoint", "last", "--output-dir", str(directory), "--max-steps", "3", *flags]
+    )
 
 
 def test_a_class_that_only_the_run_names_is_not_imported(
@@ -60,36 +62,38 @@ def test_a_class_that_only_the_run_names_is_not_imported(
 ) -> None:
     (tmp_path / "strangers_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    rewrite(directory, optimizer="strangers_module:Opt")
+    rewrite(directory, optim="strangers_module:Opt")
     assert resumed(directory) == 2
-    assert "add --optimizer strangers_module:Opt" in capsys.readouterr().err
+    assert "add --optim strangers_module:Opt" in capsys.readouterr().err
     for command in ("generate", "report", "inspect"):
-        assert main([command, str(directory), *["--prompt", "a", "--tokens", "1"] * (command == "generate")]) == 0
+        assert (
+            main([command, str(directory), *["--prompt", "a", "--max-new-tokens", "1"] * (command == "generate")]) == 0
+        )
     assert "strangers_module" not in sys.modules
     assert not (tmp_path / "strangers_module.py.ran").exists()
-    assert resumed(directory, "--optimizer", "strangers_module:Opt") == 2, "the checkpoint is of AdamW"
+    assert resumed(directory, "--optim", "strangers_module:Opt") == 2, "the checkpoint is of AdamW"
     assert "what it was saved with" in capsys.readouterr().err
 
 
 def test_processes_that_torchrun_restarts_import_no_class_of_a_run_that_is_there(
     directory: Path, done: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although they continue a run without --resume."""
+    """Although they continue a run without --resume-from-checkpoint last."""
     for module in (defaults, assembly):
         monkeypatch.setattr(module, "was_restarted", lambda: True)
-    rewrite(directory, optimizer="strangers_module:Opt")
-    with pytest.raises(ConfigError, match="add --optimizer strangers_module:Opt"):
-        run(replace(done, out=directory, steps=0, epochs=1.0), Console(quiet=True))
+    rewrite(directory, optim="strangers_module:Opt")
+    with pytest.raises(ConfigError, match="add --optim strangers_module:Opt"):
+        run(replace(done, output_dir=directory, max_steps=0, num_train_epochs=1.0), Console(quiet=True))
 
 
 @pytest.mark.parametrize(
     ("settings", "unnamed"),
     [
-        ({"optimizer": "a.b:C", "cache": Path("/c")}, {"optimizer": "a.b:C", "cache": "/c"}),
-        ({"optimizer": "torch.optim:Adagrad", "cache": Path("run/cache")}, {}),
-        ({"optimizer": "Adagrad", "memory": Memory(ssd="run/a,run/b:1GiB")}, {}),
+        ({"optim": "a.b:C", "cache": Path("/c")}, {"optim": "a.b:C", "cache": "/c"}),
+        ({"optim": "torch.optim:Adagrad", "cache": Path("run/cache")}, {}),
+        ({"optim": "Adagrad", "memory": Memory(ssd="run/a,run/b:1GiB")}, {}),
         ({"memory": Memory(ssd="run/a,run/../b c")}, {"memory.ssd": "'run/a,run/../b c'"}),
-        ({"optimizer": "torchish:C", "memory": Memory(ssd="link")}, {"optimizer": "torchish:C", "memory.ssd": "link"}),
+        ({"optim": "torchish:C", "memory": Memory(ssd="link")}, {"optim": "torchish:C", "memory.ssd": "link"}),
     ],
 )
 def test_what_is_torchs_own_or_inside_the_run_needs_no_name(
@@ -97,7 +101,7 @@ def test_what_is_torchs_own_or_inside_the_run_needs_no_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("elsewhere")
-    config = replace(tiny_run(tmp_path, out=Path("run")), **settings)
+    config = replace(tiny_run(tmp_path, output_dir=Path("run")), **settings)
     run_dir = RunDir(Path("run"))
     run_dir.create(config)
     flags = {name: f"--{name} {value}" for name, value in unnamed.items()}
@@ -150,7 +154,7 @@ def test_a_file_that_is_written_in_place_must_not_be_a_link(
     precious.write_text("precious")
     link(precious, directory / LOCK)
     assert resumed(directory) == 2
-    assert f"--out {directory} cannot be used" in capsys.readouterr().err
+    assert f"--output-dir {directory} cannot be used" in capsys.readouterr().err
     link(precious, directory / "output.txt")
     with open(os.devnull) as unwritable, lasting(Console(file=unwritable)) as output:
         output.instead = directory / "output.txt"
@@ -222,11 +226,11 @@ def test_an_enormous_manifest_is_refused_before_it_is_read(
 def test_the_lock_of_cached_tokens_empties_no_other_file(done: TrainConfig, tmp_path: Path) -> None:
     precious, cache = tmp_path / "precious", tmp_path / "cache"
     precious.write_text("precious")
-    run(replace(done, out=tmp_path / "one", cache=cache, steps=1), Console(quiet=True))
+    run(replace(done, output_dir=tmp_path / "one", cache=cache, max_steps=1), Console(quiet=True))
     (entry,) = (path for path in cache.iterdir() if path.is_dir())
     shutil.rmtree(entry)
     entry.with_suffix(".lock").unlink(missing_ok=True)
     os.link(precious, entry.with_suffix(".lock"))
     with pytest.raises(Exception, match="a second name"):
-        run(replace(done, out=tmp_path / "two", cache=cache, steps=1), Console(quiet=True))
+        run(replace(done, output_dir=tmp_path / "two", cache=cache, max_steps=1), Console(quiet=True))
     assert precious.read_text() == "precious"

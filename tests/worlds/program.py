@@ -134,14 +134,14 @@ class Program:
         self.model = Model(layers, rules.experts)
         settings: dict[str, Any] = {"precision": rules.precision}
         if rules.mode == "clipped":
-            settings["clip_grad_norm"] = LIMIT if rules.clips else 1e9
+            settings["max_grad_norm"] = LIMIT if rules.clips else 1e9
         if rules.mode == "asynchronous":
             settings["update"] = "async"
-            settings["clip_grad_norm"] = LIMIT if rules.clips else None
+            settings["max_grad_norm"] = LIMIT if rules.clips else None
         elif not rules.speculates:
             settings["update"] = pagoda.Updates(speculate=False)
         if rules.announced:
-            settings["accumulation_steps"] = rules.accumulation
+            settings["gradient_accumulation_steps"] = rules.accumulation
         rule = WholeSGD() if rules.whole else rules.rule
         sizes, split = self._first_sizes()
         for tries in range(40):
@@ -504,7 +504,7 @@ class Program:
     def drain(self) -> None:
         self.note("drain")
         with self.draining():
-            self.optimizer.drain()
+            self.optimizer.synchronize()
         self.device.finish()
         self.check_homes()
 

@@ -141,7 +141,7 @@ class PageStore:
                 continue
             raise StorageError(
                 f"{folder / missing} was deleted, moved or replaced while it was in use, so this run can no longer "
-                "keep its state on SSD. Start again from the last checkpoint with --resume"
+                "keep its state on SSD. Start again from the last checkpoint with --resume-from-checkpoint last"
             )
 
     def _create(self) -> None:

@@ -270,7 +270,7 @@ class SSDTier:
             f"no slot of tier 'ssd' is free for a page whose old content is kept: {self._allocated} of "
             f"{self._table.slots} slots are for pages in use, and {len(self._commits)} checkpoints keep others "
             f"({format_bytes(self._table.slots * page)} in all, {self._spare} spare slots). Delete checkpoints, keep "
-            f"fewer (memory.ssd_checkpoints, --keep-checkpoints), or raise memory.ssd='DIR:SIZE'."
+            f"fewer (memory.ssd_checkpoints, --save-total-limit), or raise memory.ssd='DIR:SIZE'."
             f"{gc_hint(self.record.directories)}",
             tier="ssd",
         )
