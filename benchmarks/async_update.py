@@ -86,7 +86,7 @@ def budget(settings: Settings, asynchronous: bool) -> tuple[pagoda.Memory, int]:
 def train(settings: Settings, memory: pagoda.Memory, steps: int, **wrap: Any) -> Run:
     model, optim = built(settings.model, settings.seq_len), OptimConfig(learning_rate=settings.lr, warmup_steps=20)
     model, optimizer = pagoda.wrap(
-        model, optim.build(0), memory=memory, max_grad_norm=1.0, **{"precision": "bf16", **wrap}
+        model, optim.build_rule(0), memory=memory, max_grad_norm=1.0, **{"precision": "bf16", **wrap}
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.lr_factor(step, settings.steps))
     batches = batches_of_text(settings.seq_len, 1)

@@ -45,8 +45,8 @@ def main() -> None:
     (OUT / "model" / "config.json").write_text(json.dumps(MODEL))
     (OUT / "pages").mkdir()
     paged, whole = OUT / "paged", OUT / "in-ram"
-    train = f"train --model {OUT}/model --data stdlib --precision fp32 --per-device-train-batch-size 2 --max-length 256 --learning-rate 1e-3"
-    train = f"{train} --max-steps {STEPS} --save-steps {SAVED}"
+    train = f"train --model {OUT}/model --data stdlib --precision fp32 --learning-rate 1e-3"
+    train = f"{train} --per-device-train-batch-size 2 --max-length 256 --max-steps {STEPS} --save-steps {SAVED}"
 
     print(f"1. A run with {RAM} of RAM for weights and Adam's moments. The rest is in files in {OUT}/pages.")
     print("   A unit is a part of the model that moves as a whole, and a page is a piece of it. 'stalls' is the share")

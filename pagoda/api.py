@@ -126,7 +126,7 @@ def wrap(
             default, each keeps its own. `MixedPrecision` also sets the dtype of accumulated gradients and the loss
             scaling.
         max_grad_norm: Largest global norm of the gradients, which is exact in all tiers. If something else clips too
-            (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. None: no clipping.
+            (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. 0 or None: no clipping.
         gradient_accumulation_steps: Number of backward passes before each `step()`. If it is given and nothing clips,
             updates run during backward. By default, any number of passes may precede a step.
         update: "sync", or "async", which changes the algorithm: weights lack the last step's update, which has the time
@@ -263,7 +263,7 @@ class _Wrapping:
             live_units(self._model, plan.units, self._dtype, device.torch_device),
             self._rule,
             self._memory.ssd_directories,
-            self._training.max_grad_norm,
+            self._training.clipping_norm,
             os.environ.get("PAGODA_POISON", "") not in ("", "0"),
             device,
             LossScaler(self._training.scaling),
@@ -281,7 +281,7 @@ class _Wrapping:
         if stages is None:
             return
         settings = {"optimizer": self._rule, "precision": self._training.precision, "param_groups": groups}
-        clip = self._training.max_grad_norm
+        clip = self._training.clipping_norm
         check_equal(stages.transport, "stage", **settings, clip=clip, loss_scale=self._training.scaling)
         stages.check_names(self._model.state_dict(keep_vars=True).keys())
 
@@ -303,7 +303,7 @@ class _Wrapping:
                 optimizer=self._rule,
                 precision=self._training.precision,
                 options=options,
-                clip=self._training.max_grad_norm,
+                clip=self._training.clipping_norm,
             )
             plan = agreed_plan(transport, make, root)
         _check_extents(self._rule, plan)

@@ -71,7 +71,9 @@ def check_installed(module: str, refusal: str) -> None:
 
 
 def unknown_name(name: str, known: Collection[str], refusal: str, offer: str) -> ConfigError:
-    """The error for an unknown name. It suggests the closest known name, if one is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    """The error for an unknown name. It suggests the only known name that has it at the start of one of its words, such
+    as --output-dir for --out, or the closest one, if one is close."""
+    longer = [each for each in known if f"-{name.lstrip('-')}" in f"-{each}"]
+    close = longer if len(longer) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ConfigError(f"{refusal}{hint} {offer}")

@@ -45,11 +45,20 @@ def run(config: GenerateConfig, console: Console) -> int:
     model, optimizer = wrap(frozen, AdamW(), memory=config.memory, precision=source.precision, tiles=source.tiles)
     try:
         chat = next(said for said in (config.chat, source.chat, tokenizer.chats) if said is not None)
-        seed = config.seed if config.draw else None
+        seed = config.seed if config.do_sample else None
         prompt = _messages(config) if chat else config.prompt[0]
         if not chat and (config.system is not None or len(config.prompt) > 1):
             raise ConfigError("--system and several turns are for a chat, and this is none: give one --prompt")
-        text = continued(model, tokenizer, prompt, chat=chat, tokens=config.tokens, seed=seed)
+        text = continued(
+            model,
+            tokenizer,
+            prompt,
+            chat=chat,
+            tokens=config.max_new_tokens,
+            seed=seed,
+            temperature=config.temperature,
+            top_p=config.top_p,
+        )
     finally:
         optimizer.close()
     say(console, text if chat else config.prompt[0] + text)

@@ -34,11 +34,11 @@ def run(config: TrainConfig, console: Console) -> int:
 
 def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     """The configuration that provides the values of flags that are not given: that of the run in --output-dir with
-    --resume-from-checkpoint last, or that of the file with --config. None: the defaults.
+    --resume-from-checkpoint, or that of the file with --config. None: the defaults.
 
-    Raises ConfigError if an argument is not UTF-8 text, if both flags are given, if --resume-from-checkpoint last has
-    no --output-dir, or if neither a run is there nor --model says which to begin, or if the file cannot be used. Raises
-    it like `RunDir.continued_config`.
+    Raises ConfigError if an argument is not UTF-8 text, if both flags are given, if --resume-from-checkpoint has no
+    --output-dir, or if neither a run is there nor --model says which to begin, or if the file cannot be used. Raises it
+    like `RunDir.continued_config`.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None
@@ -46,16 +46,16 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
         if not is_text(arg):
             raise ConfigError(f"{arg!r} is not UTF-8 text, which the settings of a run are: rename it")
     given = value_of(args, "--config")
-    if "--resume-from-checkpoint" in args:
+    if value_of(args, "--resume-from-checkpoint") is not None:
         if (out := value_of(args, "--output-dir")) is None:
-            raise ConfigError("--resume-from-checkpoint last continues a run: name its directory with --output-dir")
+            raise ConfigError("--resume-from-checkpoint continues a run: name its directory with --output-dir")
         if given:
             raise ConfigError(
-                "--config starts another run, and --resume-from-checkpoint last continues one: leave one of them out"
+                "--config starts another run, and --resume-from-checkpoint continues one: leave one of them out"
             )
         run_dir = RunDir(Path(out))
         if value_of(args, "--model") is not None and not run_dir.config.exists():
             return None  # the run was killed before the end of its first step, or never began: the flags describe it
         started = run_dir.continued_config({arg.partition("=")[0].removeprefix("--") for arg in args})
-        return replace(started, output_dir=Path(out), checkpoint=LAST, trace=None)
+        return replace(started, output_dir=Path(out), resume_from_checkpoint=LAST, trace=None)
     return read_settings(Path(given)) if given else None

@@ -15,8 +15,6 @@ from pagoda.errors import check_installed
 from pagoda.train.settings_file import read_yaml
 
 _T = TypeVar("_T", bound=ScriptConfig)
-_ONLY_FLAGS = ("optim", "others")
-"""Settings that a file cannot have: TRL's own `optim` is the name of an optimizer."""
 
 
 def run(config: ScriptConfig, console: Console) -> int:
@@ -53,7 +51,7 @@ def defaults_of_script(config: type[_T], args: Sequence[str]) -> _T | None:
 
 
 def _settings_in_files(config: type[ScriptConfig]) -> set[str]:
-    return {field.name for field in fields(config)}.difference(_ONLY_FLAGS)
+    return {field.name for field in fields(config)}.difference({"others"})
 
 
 def _check_trl(script: str) -> None:

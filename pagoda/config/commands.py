@@ -1,6 +1,7 @@
 """The settings of `pagoda data`, `dpo` and TRL's other scripts, `export`, `generate`, `report`, `calibrate`, `inspect`
 and `gc`."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -9,9 +10,12 @@ import tyro
 
 from pagoda.config.memory import Memory
 from pagoda.config.reading import Reading
-from pagoda.config.run import StatesConfig
+from pagoda.config.run import Moments
 from pagoda.config.settings import Settings, require, require_count
 from pagoda.config.training import ActivationMode, UpdateMode
+
+TEMPERATURE = 0.8
+"""Of sampling, unless another one is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,8 @@ class ScriptConfig(Settings):
     optimizer: str | None = None
     """adamw, adam, sgd, signsgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other
     class. By default the one that TRL's --optim names. The learning rate is TRL's; AdamW has its other settings too."""
-    optim: StatesConfig = field(default_factory=StatesConfig)
+    moments: Moments = "fp32"
+    """Format of AdamW's moments: fp32, or bf16 or 8bit, which change the algorithm."""
     activations: ActivationMode | None = None
     """What happens to activations: keep, recompute, offload, recompute+offload or auto, as for `pagoda train`. It
     replaces TRL's --gradient_checkpointing, which by default recomputes them."""
@@ -131,10 +136,14 @@ class GenerateConfig:
     checkpoint: str = "last"
     """For a run: last, best (by evaluation; without evaluations, the last), or the name of a checkpoint, such as
     step-000100."""
-    tokens: int = 128
+    max_new_tokens: int = 128
     """Most tokens to generate. Fewer if the model has no more positions."""
-    draw: bool = False
-    """Sample tokens at temperature 0.8, instead of taking the most likely ones."""
+    do_sample: bool = False
+    """Sample tokens, instead of taking the most likely ones."""
+    temperature: float = TEMPERATURE
+    """With --do-sample: logits are divided by it. Lower ones make likely tokens more likely."""
+    top_p: float = 1.0
+    """With --do-sample: sample from the most likely tokens whose probabilities add up to this (nucleus sampling)."""
     seed: int = 0
     """Seed of --do-sample."""
     chat: bool | None = None
@@ -147,7 +156,9 @@ class GenerateConfig:
     default as in the run. Adapters are then merged into the weights."""
 
     def __post_init__(self) -> None:
-        require_count("tokens", self.tokens, 1)
+        require_count("max_new_tokens", self.max_new_tokens, 1)
+        require(0 < self.temperature < math.inf, "temperature", self.temperature, "above 0, and finite")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, and at most 1")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         require(len(self.prompt) % 2 == 1, "prompt", self.prompt, "what user and assistant say, ending with the user")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from pagoda.config.settings import Settings, require, require_count
 
@@ -50,15 +50,10 @@ class Reading(DataSettings):
     max_length: int = 0
     """Tokens per sequence. 0: 1024 for texts, or what most conversations fit in; at most what the model has positions
     for."""
-    packing: Literal["on", "off"] = "on"
-    """Whether a sequence has as many whole conversations as fit, which do not see each other, or only one."""
+    packing: bool = True
+    """Put as many whole conversations into a sequence as fit. They do not see each other. --no-packing: only one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("max_length", self.max_length, 0)
         require(self.max_length != 1, "max_length", self.max_length, "at least 2 (a token and the next)")
-
-    @property
-    def packs(self) -> bool:
-        """Whether a sequence may have several conversations."""
-        return self.packing == "on"

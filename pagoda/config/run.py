@@ -10,6 +10,7 @@ from pagoda.config.settings import Settings, flag, require, require_count
 from pagoda.config.training import Training
 from pagoda.errors import ConfigError
 
+Moments = Literal["fp32", "bf16", "8bit"]
 PlanMode = Literal["usual", "search"]
 """Whether a run takes the planner's first choice, or simulates several plans and takes the fastest."""
 
@@ -20,7 +21,7 @@ PACKAGES = {"4bit": "bitsandbytes", "8bit": "torchao"}
 
 def needs_package(bits: str) -> str:
     """The refusal where the package of a format is not installed."""
-    return f"--quantize {bits} needs {PACKAGES[bits]}: pip install 'pagoda-train[quantized]'"
+    return f"--load-in-{bits} needs {PACKAGES[bits]}: pip install 'pagoda-train[quantized]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,8 @@ class StatesConfig(Settings):
     """Settings of an optimizer that may affect which states it keeps."""
 
     optim_args: tuple[str, ...] = ()
-    """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
-    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Other settings of --optim, as NAME=VALUE: momentum=0.9 nesterov=true."""
+    moments: Moments = "fp32"
     """Format of AdamW's moments: fp32 (exact, 8 bytes per parameter), or bf16 (4) or 8bit (2), which are
     stochastically rounded. These two change the algorithm."""
 
@@ -46,7 +47,7 @@ class Workload(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Training, Workload):
+class Run(StatesConfig, Training, Workload):
     """The settings that decide how much memory and time a run takes."""
 
     zero_stage: Literal[1, 2, 3] = 3
@@ -82,7 +83,6 @@ class Run(Training, Workload):
     optim: str = "adamw"
     """adamw, adam, sgd, signsgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other
     class. `pagoda plan` assumes that updates are as fast as those of AdamW with fp32 moments."""
-    optim: StatesConfig = field(default_factory=StatesConfig)
     memory: Memory = field(default_factory=Memory)
     """Where training state may live, and how much of it. `pagoda plan` takes missing values from the hardware. There,
     memory.ssd may be only a size if the hardware is not this machine."""
@@ -90,9 +90,11 @@ class Run(Training, Workload):
     """Compute the loss in blocks, without ever holding all logits. This takes one more matrix product with the output
     layer, and rounds the loss in another order. By default it is used if all logits would be the peak of activations.
     """
-    quantize: Literal["4bit", "8bit"] | None = None
-    """With --lora-r: hold the model's own linear layers and experts in 4 bits (NF4 of bitsandbytes) or 8 bits
-    (integers of torchao), as in QLoRA. They then compute slightly different outputs."""
+    load_in_4bit: bool = False
+    """With --lora-r: hold the model's own linear layers and experts in 4 bits (NF4 of bitsandbytes), as in QLoRA. They
+    then compute slightly different outputs."""
+    load_in_8bit: bool = False
+    """As --load-in-4bit, in 8 bits (integers of torchao)."""
     plan: PlanMode | None = None
     """search: simulate several plans, with the machine's speeds from `pagoda calibrate`, and take the fastest. usual:
     take the planner's first choice. The bits are the same. The default is search. For `pagoda train`, it is usual on
@@ -110,6 +112,8 @@ class Run(Training, Workload):
             self._check_sequences(others)
         for name in ("save_steps", "save_total_limit"):
             require_count(name, getattr(self, name), 0)
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ConfigError("give --load-in-4bit or --load-in-8bit, not both")
         minutes = self.save_minutes
         require(0 <= minutes < math.inf, "save_minutes", minutes, "0 or more, and finite")
 
@@ -122,6 +126,11 @@ class Run(Training, Workload):
             )
         if also := next((flag(name) for name in others if getattr(self, name) > 1), None):
             raise ConfigError(f"--sequence-parallel does not work with {also}: leave out one of them")
+
+    @property
+    def quantized_format(self) -> Literal["4bit", "8bit"] | None:
+        """The format in which the model's own layers are held. None: as they are."""
+        return "4bit" if self.load_in_4bit else "8bit" if self.load_in_8bit else None
 
     @property
     def saves_by_time(self) -> bool:

@@ -213,18 +213,20 @@ class Step(Settings):
 
     gradient_accumulation_steps: int | None = 1
     """Forward and backward passes per optimizer step."""
-    max_grad_norm: float | None = 1.0
-    """Largest global norm of the gradients. None: no clipping."""
+    max_grad_norm: float = 1.0
+    """Largest global norm of the gradients. 0: no clipping."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gradient_accumulation_steps is not None:
             require_count("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         norm: Any = self.max_grad_norm
-        if norm is not None:
-            require(
-                isinstance(norm, int | float) and norm > 0, "max_grad_norm", norm, "above 0, or None for no clipping"
-            )
+        require(isinstance(norm, int | float) and norm >= 0, "max_grad_norm", norm, "above 0, or 0 for no clipping")
+
+    @property
+    def clipping_norm(self) -> float | None:
+        """The largest global norm of the gradients. None: no clipping."""
+        return self.max_grad_norm or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +255,8 @@ def training_of(
     given: dict[str, Any] = {}
     for group in groups:
         given |= group.shared(type(group))
-    return Training(**given, max_grad_norm=max_grad_norm, gradient_accumulation_steps=gradient_accumulation_steps)
+    norm = 0.0 if max_grad_norm is None else max_grad_norm
+    return Training(**given, max_grad_norm=norm, gradient_accumulation_steps=gradient_accumulation_steps)
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:

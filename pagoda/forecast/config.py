@@ -1,13 +1,13 @@
 """The settings of a forecast, for `pagoda plan` and for Python."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from pagoda.config.run import Run
-from pagoda.config.settings import require, require_count
+from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.lora import LoraConfig
@@ -22,8 +22,22 @@ _MOST_TOKENS = 1 << 40
 """Of one forward pass: the sizes of more could not be counted in 64 bits."""
 
 
-class SizedRun(Run):
-    """The settings of a run, and the sizes of its forward passes that follow from them."""
+@dataclass(frozen=True, kw_only=True)
+class SizedRun(LoraConfig, Run):
+    """The settings of a run and of its adapters, and the sizes of its forward passes that follow from them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora_r is None and (bits := self.quantized_format) is not None:
+            raise ConfigError(f"--load-in-{bits} is for a model whose adapters train: give --lora-r too, such as 16")
+        if self.lora_r is not None:
+            for name, what in (
+                ("tile_limit", "layers"),
+                ("tensor_parallel", "layers"),
+                ("pipeline_parallel", "models"),
+            ):
+                if getattr(self, name) not in (None, 1):
+                    raise ConfigError(f"--lora-r adapts whole {what}: leave out {flag(name)}")
 
     @property
     def itemsize(self) -> int:
@@ -84,7 +98,6 @@ class PlanConfig(SizedRun):
     """Without --per-device-train-batch-size: about how many tokens a step has, over all ranks. By default 16384, as for
     `pagoda train`.
     """
-    lora: LoraConfig = field(default_factory=LoraConfig)
     max_steps: int = 1000
     """Steps of the run, for its time and what it writes to the SSD."""
     json: bool = False
@@ -93,13 +106,16 @@ class PlanConfig(SizedRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("nodes", "steps"):
+        for name in ("nodes", "max_steps"):
             require_count(name, getattr(self, name), 1)
         require_count("per_device_train_batch_size", self.per_device_train_batch_size, 0)
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
             require(
-                not self.per_device_train_batch_size, "tokens_per_step", self.tokens_per_step, "left out, or batch_size"
+                not self.per_device_train_batch_size,
+                "tokens_per_step",
+                self.tokens_per_step,
+                "left out, or per_device_train_batch_size",
             )
         require(self.max_length >= 2, "max_length", self.max_length, "at least 2 (a token and the next)")
         if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):
@@ -114,9 +130,8 @@ class PlanConfig(SizedRun):
             self.tokens < _MOST_TOKENS,
             "per_device_train_batch_size",
             self.per_device_train_batch_size,
-            "smaller, or seq_len: too many tokens",
+            "smaller, or max_length: too many tokens",
         )
-        self.lora.check_with(self)
         if self.max_model and self.lora_r is not None:
             raise ConfigError("--max-model searches for a model whose weights all train: name one in --model")
         if (self.model is None) != self.max_model:
@@ -132,7 +147,7 @@ class PlanConfig(SizedRun):
         """The update rule. Raises ConfigError for an unknown name, and for a setting that the rule does not have."""
         from pagoda.optim.named import rule_from
 
-        return rule_from(self.optim, self.optim, {}).predicting(self.ahead)
+        return rule_from(self.optim, self, {}).predicting(self.ahead)
 
     @property
     def tile_elements(self) -> int | None:

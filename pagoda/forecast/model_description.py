@@ -1,7 +1,7 @@
 """Describes the model of a forecast: its module tree, its FLOPs and its widths, without its weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
 from pagoda.models.build import first_forward, model_directory
 from pagoda.models.divisions import OF_PAPERS, Division, divisions_of, heads_of
+from pagoda.models.lora import LoraConfig
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim.rule import TensorRule
 from pagoda.plan.exchanges import Exchange
@@ -180,8 +181,8 @@ def _packed(before: ModuleSpec, root: ModuleSpec) -> dict[str, int]:
 
 
 _OF_TREE = (
-    *("model", "seq_len", "expert_parallel", "tile_limit", "precision", "optimizer", "optim"),
-    *("quantize", "lora"),
+    *("model", "max_length", "expert_parallel", "tile_limit", "precision", "optim", "optim_args", "moments"),
+    *("load_in_4bit", "load_in_8bit", *(field.name for field in fields(LoraConfig))),
 )
 """The settings on which the tree of a model of transformers depends, in addition to the limit of embeddings."""
 _Tree = tuple[ModuleSpec, ModuleSpec, Mapping[str, float], Any, int]
@@ -214,7 +215,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
     from pagoda.prepare.operator_tiles import Tiling
     from pagoda.prepare.quantize import linear_layers, pack_without_values, targets_of
 
-    name, ranks, lora = str(asked.model), asked.expert_parallel, asked.lora
+    name, ranks, lora = str(asked.model), asked.expert_parallel, asked.part(LoraConfig)
     first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
     layers = layer_count(name)
     alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
@@ -222,8 +223,9 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
         model: Any = build_model(name, seq_len=asked.max_length, layers=_DESCRIBED if alike else None)
         packed: Mapping[str, Any] = {}
         if asked.quantized_format is not None:
-            packed, lora = linear_layers(model), replace(lora, targets=targets_of(model, lora.targets))
-        if lora.rank is not None:
+            packed = linear_layers(model)
+            lora = replace(lora, lora_target_modules=targets_of(model, lora.lora_target_modules))
+        if lora.lora_r is not None:
             model = add_adapters(model, lora)
         Tiling(
             model,

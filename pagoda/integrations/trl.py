@@ -12,6 +12,7 @@ import trl
 
 from pagoda.config.commands import ReferringConfig, ScriptConfig
 from pagoda.config.memory import FIRST_SHARE, Memory
+from pagoda.config.run import StatesConfig
 from pagoda.errors import ConfigError, unknown_name
 from pagoda.integrations.paging import Paging
 from pagoda.integrations.transformers import PagedTrainerMixin
@@ -131,13 +132,13 @@ def _paging(config: ScriptConfig, training: Any, refers: bool) -> Paging:
 
 def _rule(config: ScriptConfig, training: Any) -> Rule | None:
     """The optimizer that Pagoda's own flags name, with TRL's settings. None if they name none."""
-    if config.optimizer is None and config.optim == type(config.optim)():
+    if config.optimizer is None and config.moments == "fp32":
         return None
     name, settings = config.optimizer or "adamw", {"lr": training.learning_rate}
     if name == "adamw":
         betas = training.adam_beta1, training.adam_beta2
         settings |= {"betas": betas, "eps": training.adam_epsilon, "weight_decay": training.weight_decay}
-    return rule_from(name, config.optim, settings)
+    return rule_from(name, StatesConfig(moments=config.moments), settings)
 
 
 def divided(memory: Memory, reference: Memory) -> tuple[Memory, Memory]:

@@ -64,7 +64,7 @@ def build_model(
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         raise ConfigError(
-            f"seq_len {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
+            f"max_length {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
             f" use --max-length {positions} or less, or a directory whose config.json has more max_position_embeddings"
         )
     if layers is not None:

@@ -6,8 +6,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 20
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagoda.config.run import Run
-from pagoda.config.settings import require
+from pagoda.config.settings import Settings, require
 from pagoda.errors import ConfigError, needed
 
 if TYPE_CHECKING:
@@ -20,21 +19,22 @@ NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Settings):
     """Adapters that are trained instead of the model's weights, which stay frozen and take no optimizer state."""
 
     lora_r: int | None = None
     """Rank of the adapters. By default there are none, and the whole model is trained."""
     lora_alpha: int | None = None
-    """The output of an adapter is multiplied by alpha / rank. By default alpha is twice the rank."""
+    """The output of an adapter is multiplied by this / --lora-r. By default twice --lora-r."""
     lora_dropout: float = 0.0
     """Share of an adapter's inputs that are dropped."""
     lora_target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Names of the modules that get adapters, as peft matches them, such as q_proj v_proj, and of parameters of
     experts, such as experts.down_proj; all-linear: every linear layer except the output layer, and, without
-    --quantize, what is like them in experts."""
+    --load-in-4bit and --load-in-8bit, what is like them in experts."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.lora_r is None:
             if (self.lora_alpha, self.lora_dropout, self.lora_target_modules) != (None, 0.0, (ALL_LINEAR,)):
                 raise ConfigError("--lora-r is missing: adapters with these settings need a rank, such as 16")
@@ -43,17 +43,6 @@ class LoraConfig:
         require(self.lora_alpha is None or self.lora_alpha >= 1, "--lora-alpha", self.lora_alpha, "at least 1")
         require(0 <= self.lora_dropout < 1, "--lora-dropout", self.lora_dropout, "in [0, 1)")
         require(bool(self.lora_target_modules), "--lora-target-modules", self.lora_target_modules, "at least one name")
-
-    def check_with(self, run: Run) -> None:
-        """Raises ConfigError for settings of a run that do not work with adapters."""
-        if self.lora_r is not None and run.tile_limit is not None:
-            raise ConfigError("--lora-r adapts whole layers: leave out --tile-limit")
-        if self.lora_r is not None and run.tensor_parallel > 1:
-            raise ConfigError("--lora-r adapts whole layers: leave out --tensor-parallel")
-        if self.lora_r is not None and run.pipeline_parallel > 1:
-            raise ConfigError("--lora-r adapts whole models: leave out --pipeline-parallel")
-        if self.lora_r is None and run.quantized_format is not None:
-            raise ConfigError("--quantize is for a model whose adapters train: give --lora-r too, such as 16")
 
 
 def peft() -> Any:

@@ -38,7 +38,7 @@ def rule_from(name: str, asked: StatesConfig, settings: Mapping[str, Any]) -> Ru
         settings = {**settings, "moments": asked.moments}
     else:
         require(asked.moments == "fp32", "moments", asked.moments, "fp32 for optimizers other than adamw")
-    return rule_named(name, {**settings, **parsed_options(asked.options)})
+    return rule_named(name, {**settings, **parsed_options(asked.optim_args)})
 
 
 def rule_named(name: str, settings: Mapping[str, Any]) -> Rule:

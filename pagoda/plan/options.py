@@ -54,7 +54,7 @@ class Options:
             unit_limit=memory.unit_bytes,
             embedding_limit=memory.embedding_bytes,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
-            clipping=training.max_grad_norm is not None,
+            clipping=training.clipping_norm is not None,
             split=memory.split,
             keep_checkpoints=memory.ssd_checkpoints,
             asynchronous=training.asynchronous,

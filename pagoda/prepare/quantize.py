@@ -114,7 +114,10 @@ def linear_layers(model: nn.Module) -> dict[str, Any]:
     linear = {name: module for name, module in model.named_modules() if _is_linear(module) and module is not output}
     found: dict[str, Any] = {name: module for name, module in linear.items() if uses[id(module.weight)] == 1}
     if not found:
-        raise ConfigError(f"--quantize is for linear layers, and a {type(model).__name__} has none: leave it out")
+        raise ConfigError(
+            "--load-in-4bit and --load-in-8bit are for linear layers, and a "
+            f"{type(model).__name__} has none: leave them out"
+        )
     return found
 
 

@@ -9,7 +9,7 @@ All other settings must stay as they were when the run started; `check_resumes` 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -21,27 +21,19 @@ from pagoda.config.run import StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import SizedRun
-from pagoda.models.lora import LoraConfig
 
 if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
     {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel"}
-    | {"save_steps", "save_minutes", "save_total_limit", "save_at_end", "steps", "out", "resume"}
-    | {"checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
+    | {"save_steps", "save_minutes", "save_total_limit", "save_at_end", "max_steps", "output_dir"}
+    | {"resume_from_checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
     | {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_revision", "dataset_streaming"}
-    | {
-        "eval_steps",
-        "max_eval_samples",
-        "patience",
-        "keep_best",
-        "sample_every",
-        "prompt",
-        "sample_tokens",
-        "report_to",
-    }
-    | {"tokens_per_step", "epochs", "verbose", "config", "speculate", "batch_size", "gradient_accumulation_steps"}
+    | {"eval_steps", "max_eval_samples", "early_stopping_patience", "keep_best"}
+    | {"sample_every", "prompt", "sample_tokens", "report_to"}
+    | {"tokens_per_step", "num_train_epochs", "verbose", "config", "speculate"}
+    | {"per_device_train_batch_size", "gradient_accumulation_steps"}
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
@@ -60,7 +52,7 @@ EVALUATIONS, EVAL_ROWS = 10, 256
 class OptimConfig(StatesConfig):
     """Settings of the optimizer, and its learning rate over the run."""
 
-    learning_rate: Annotated[float | None, tyro.conf.arg(aliases=["--learning-rate"])] = None
+    learning_rate: float | None = None
     """Peak learning rate. By default 3e-4 for random weights, 2e-5 for all of a pretrained model, 2e-4 for adapters."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment. By default 0.9 and 0.95 for adamw, else the optimizer's own."""
@@ -73,7 +65,8 @@ class OptimConfig(StatesConfig):
     warmup_steps: int | None = None
     """Steps of linear warm-up to the peak. By default 3% of the run, or 10% for adapters; at most 100."""
     lr_scheduler_type: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after warm-up: falls along a cosine to its minimum at the last step, or stays constant."""
+    """Learning rate after the steps of --warmup-steps: falls along a cosine to its minimum at the last step, or stays
+    constant. Both have the warm-up."""
     min_lr_ratio: float = 0.1
     """Minimum learning rate of the cosine, as a share of the peak."""
 
@@ -92,7 +85,7 @@ class OptimConfig(StatesConfig):
         require_count("warmup_steps", self.warmup_steps or 0, 0)
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
-    def build(self, seed: int, optimizer: str = "adamw") -> "Rule":
+    def build_rule(self, seed: int, optim: str = "adamw") -> "Rule":
         """The library's update rule. `seed` is the seed of its rounding, if it rounds stochastically.
 
         Raises ConfigError if there is no such optimizer, or if it does not have one of the settings.
@@ -104,9 +97,9 @@ class OptimConfig(StatesConfig):
             "lr": self.learning_rate or _LR,
             **{name: v for name, v in given.items() if v is not None},
         }
-        if optimizer == "adamw":
+        if optim == "adamw":
             settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "seed": seed}
-        return rule_from(optimizer, self, settings)
+        return rule_from(optim, self, settings)
 
     def lr_factor(self, step: int, steps: int) -> float:
         """Share of the peak learning rate at `step` (from 0) of `steps`. A pure function."""
@@ -120,7 +113,7 @@ class OptimConfig(StatesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Reading, SizedRun):
+class TrainConfig(Reading, OptimConfig, SizedRun):
     """Train or fine-tune a language model whose training state may be larger than memory. --model and --data are
     enough: Pagoda chooses everything else, and prints each choice with its reason."""
 
@@ -168,20 +161,17 @@ class TrainConfig(Reading, SizedRun):
     """Optimizer steps of the whole run, those before it was resumed included. 0: as many as --num-train-epochs take."""
     num_train_epochs: float | None = None
     """Passes over the data, if --max-steps is left out. By default 3 for conversations, and 1 for texts."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     output_dir: Path | None = None
-    """Run directory to create, for settings, metrics and checkpoints. By default a new one in runs/."""
+    """Directory of the run to create, for settings, metrics and checkpoints. By default a new one in runs/."""
     config: Path | None = None
     """File with settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
-    resume: bool = False
-    """Continue the run in --output-dir from its last whole checkpoint, or from the beginning if it has none yet.
-    Settings that are not given keep their values. If --output-dir has no run yet and --model is given, begin it."""
-    checkpoint: str = "last"
-    """With --resume-from-checkpoint last: the checkpoint to continue from: last, best (by evaluation), or its name,
-    such as checkpoint-100. Later ones are kept under other names."""
+    resume_from_checkpoint: str | None = None
+    """Continue the run in --output-dir from a checkpoint: last, best (by evaluation), or its name, such as
+    checkpoint-100. Later ones are kept under other names. Settings that are not given keep their values. With last, the
+    run starts from its first step if it has no checkpoint yet, and if --output-dir has no run yet and --model is given,
+    it begins."""
     report_to: tuple[TrackerName, ...] = ()
     """Trackers that get the metrics too, as in transformers' trainer, with its variables such as WANDB_PROJECT.
     tensorboard writes into the run directory."""
@@ -199,7 +189,14 @@ class TrainConfig(Reading, SizedRun):
             require_count(name, getattr(self, name), 1)
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
-        for name in ("batch_size", "steps", "eval_steps", "max_eval_samples", "patience", "sample_every"):
+        for name in (
+            "per_device_train_batch_size",
+            "max_steps",
+            "eval_steps",
+            "max_eval_samples",
+            "early_stopping_patience",
+            "sample_every",
+        ):
             require_count(name, getattr(self, name), 0)
         require(self.max_steps < _MOST_STEPS, "max_steps", self.max_steps, f"below {_MOST_STEPS}")
         require(
@@ -218,7 +215,6 @@ class TrainConfig(Reading, SizedRun):
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         names = get_args(TrackerName)
         require({*self.report_to} <= {*names}, "report_to", self.report_to, f"some of {names}")
-        self.lora.check_with(self)
         if self.lora_r is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora-r")
         if self.pipeline_parallel > 1 and self.plan == "search":

@@ -1,6 +1,6 @@
 """The order of training: which tokens a step reads, as a pure function of seed and step.
 
-The tokens of a data set are cut into rows of at most `seq_len` tokens. Text is continuous: rows are consecutive
+The tokens of a data set are cut into rows of at most `max_length` tokens. Text is continuous: rows are consecutive
 windows, and the last incomplete one is dropped.
 Conversations, and prompts with their completions, are kept whole: a row has as many as fit, and is padded. Within a
 row, attention and loss end at the end of each document: positions start again, and no token is predicted from another

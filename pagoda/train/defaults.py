@@ -57,18 +57,13 @@ def completed(config: TrainConfig, data: DataSets, mesh: Mesh, console: Console)
     Raises ConfigError if data, a model or a setting cannot be used, and StorageError if there is no room for tokens.
     """
     if config.resume_from_checkpoint and config.output_dir is None:
-        raise ConfigError("--resume-from-checkpoint last continues a run: name its directory with --output-dir")
+        raise ConfigError("--resume-from-checkpoint continues a run: name its directory with --output-dir")
     if config.output_dir is None and may_be_restarted():
         raise ConfigError("torchrun --max-restarts continues a run: name its directory with --output-dir")
 
     def choices() -> tuple[TrainConfig, list[str]]:
         asked, run_dir = config, None if config.output_dir is None else RunDir(config.output_dir)
-        if (
-            run_dir is not None
-            and not run_dir.config.exists()
-            and asked.resume_from_checkpoint
-            and asked.resume_from_checkpoint == LAST
-        ):
+        if run_dir is not None and not run_dir.config.exists() and asked.resume_from_checkpoint == LAST:
             asked = replace(asked, resume_from_checkpoint=None)
             say(console, f"{run_dir.path} has no run yet: it begins with its first step")
         if run_dir is not None and not asked.resume_from_checkpoint and asked.depends_on_data:

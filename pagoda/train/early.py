@@ -61,15 +61,11 @@ def _check_run(config: TrainConfig, again: bool) -> None:
         run = RunDir(config.output_dir)
         run.check_place()
         check_not_in_use(run.path)
-        if config.resume_from_checkpoint not in (None, LAST) and not (config.resume_from_checkpoint or again):
-            raise ConfigError(
-                "--resume-from-checkpoint names the checkpoint to continue from: add --resume-from-checkpoint last"
-            )
         if not (config.resume_from_checkpoint or again):
             run.check_free()
         elif config.resume_from_checkpoint not in (None, LAST) and not again:
             run.started_config()
-            run.named(config.resume_from_checkpoint or LAST)
+            run.named(config.resume_from_checkpoint)
     if config.trace is not None:
         parent, created = config.trace.absolute().parent, config.output_dir and config.output_dir.absolute()
         if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == created):

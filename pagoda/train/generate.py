@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagoda.config.commands import TEMPERATURE
 from pagoda.errors import ConfigError
 from pagoda.prepare.lookups import device_of
 from pagoda.train.metrics import Entry
@@ -33,13 +34,15 @@ def continued(
     chat: bool,
     tokens: int,
     seed: int | None = None,
+    temperature: float = TEMPERATURE,
+    top_p: float = 1.0,
 ) -> str:
     """Continue a prompt with the most likely tokens, or with sampled ones if there is a seed.
 
     `model` is a language model of transformers, wrapped or not. With `chat`, the prompt is a user's message, or
     messages, which the tokenizer's chat template formats. `tokens` is the most tokens to generate. Generation ends at
-    the model's last position. The sampling temperature is 0.8, and sampling does not change the random numbers of
-    training.
+    the model's last position. Sampling takes the most likely tokens whose probabilities add up to `top_p`, and does not
+    change the random numbers of training.
 
     Raises ConfigError like `prompt_ids`.
     """
@@ -49,7 +52,7 @@ def continued(
     positions = _positions(model)
     draws: dict[str, Any] = {"do_sample": False}
     if seed is not None:
-        draws = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
+        draws = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
     was_training = model.training
     model.eval()
     devices = [device.index or 0] if device.type == "cuda" else []

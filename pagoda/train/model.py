@@ -13,7 +13,7 @@ from pagoda.errors import ConfigError
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.build import model_directory
 from pagoda.models.hub import is_hub_name
-from pagoda.models.lora import add_adapters
+from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.optim.rule import DTYPES
 from pagoda.prepare.deferred_logits import chunked_loss
 from pagoda.prepare.quantize import quantize_experts, quantize_layers, targets_of
@@ -35,19 +35,19 @@ def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files
     if chunks_loss(config, model):
         chunked_loss(model)
         say(console, "Loss: in chunks, so that logits are never whole")
-    lora, quantized = config.lora, 0
+    lora, quantized = config.part(LoraConfig), 0
     form = DTYPES[config.chosen_precision], compute_device(config.memory)
     if config.quantized_format is not None:
-        lora = replace(lora, targets=targets_of(model, lora.targets))
+        lora = replace(lora, lora_target_modules=targets_of(model, lora.lora_target_modules))
         quantized = quantize_layers(model, config.quantized_format, *form)
-    if lora.rank is not None:
+    if lora.lora_r is not None:
         model = add_adapters(model, lora)
     if config.quantized_format is not None:
         quantized += quantize_experts(model, config.quantized_format, *form)
         say(console, f"Quantized: {quantized:,} parameters in {config.quantized_format.removesuffix('bit')} bits")
-    if lora.rank is not None:
+    if lora.lora_r is not None:
         trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-        say(console, f"Adapters: rank {lora.rank}, {trained:,} parameters train, and the model's own are frozen")
+        say(console, f"Adapters: rank {lora.lora_r}, {trained:,} parameters train, and the model's own are frozen")
     return model
 
 
@@ -56,7 +56,9 @@ def check_weights(config: TrainConfig) -> None:
     directory = model_directory(config.model)
     found = directory is not None and _downloaded(directory, is_hub_name(config.model))
     if config.quantized_format is not None and not found:
-        raise ConfigError(f"--quantize is for pretrained weights, which {config.model!r} lacks: leave it out")
+        raise ConfigError(
+            f"--load-in-{config.quantized_format} is for pretrained weights, which {config.model!r} lacks: leave it out"
+        )
 
 
 def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:

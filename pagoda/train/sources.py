@@ -121,7 +121,7 @@ def documents(source: Source, seen: Seen) -> Iterator[Document]:
         try:
             if isinstance(row, ConfigError):
                 raise row
-            document = read_row(row, where, source.settings.column, seen)
+            document = read_row(row, where, source.settings.dataset_text_field, seen)
         except ConfigError as error:
             if not source.settings.skip_bad:
                 raise ConfigError(f"{where}: {error}. Or leave out what cannot be read, with --skip-bad") from error

@@ -137,7 +137,7 @@ def open_tokens(
     place, written = root / (key or ""), False
     if key is None or not place.exists():
         before = [source.key() for source in sources]
-        facts = [_FORMAT, before, settings.column, settings.skip_bad, tokenizer.key, np.little_endian]
+        facts = [_FORMAT, before, settings.dataset_text_field, settings.skip_bad, tokenizer.key, np.little_endian]
         place = root / xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
     if not place.exists():
         try:

@@ -203,6 +203,12 @@ def test_gradients_that_are_not_finite_are_found_and_limits_that_are_none_refuse
         optimizer.step()
 
 
+@pytest.mark.parametrize(("limit", "clips"), [(None, False), (0, False), (1.0, True)])
+def test_zero_and_none_are_no_limit(wrap: Wrap, limit: float | None, clips: bool) -> None:
+    model, _ = wrap(max_grad_norm=limit)
+    assert pagoda.plan_of(model).options.clipping is clips
+
+
 # --- too early, and too late -----------------------------------------------------------------------------------
 
 

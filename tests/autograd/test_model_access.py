@@ -419,7 +419,7 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
         ({"page_size": 12288}, {}, r"memory\.page_size.*power of two"),
         ({"unit_limit": "much"}, {}, r"memory\.unit_limit"),
         ({"device": "cpu"}, {}, r"memory\.device.*cpu:SIZE"),
-        ({}, {"max_grad_norm": 0.0}, "max_grad_norm.*above 0"),
+        ({}, {"max_grad_norm": -1.0}, "max_grad_norm.*above 0"),
         ({}, {"max_grad_norm": float("nan")}, "max_grad_norm.*above 0"),
         ({}, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps.*at least 1"),
         ({}, {"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps.*whole number"),

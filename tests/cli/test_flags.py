@@ -19,11 +19,11 @@ from pagoda.train.config import TrainConfig
 
 OF_A_RUN = {
     # What it trains on, and where it writes.
-    "download", "data", "column", "skip_bad", "dataset_config", "dataset_train_split", "dataset_test_split",
-    "dataset_revision", "dataset_streaming", "tokenizer", "cache",
-    "eval_data", "eval_share", "eval_steps", "max_eval_samples", "patience", "keep_best", "sample_every", "prompt",
-    "sample_tokens", "packing", "epochs", "config", "report_to", "seed", "out", "resume", "checkpoint",
-    "save_at_end", "trace_step", "verbose",
+    "download", "data", "dataset_text_field", "skip_bad", "dataset_config", "dataset_train_split",
+    "dataset_test_split", "dataset_revision", "dataset_streaming", "tokenizer", "cache",
+    "eval_data", "eval_share", "eval_steps", "max_eval_samples", "early_stopping_patience", "keep_best",
+    "sample_every", "prompt", "sample_tokens", "packing", "num_train_epochs", "config", "report_to", "seed",
+    "output_dir", "resume_from_checkpoint", "save_at_end", "trace_step", "verbose",
     # Which values states take, not how many.
     "learning_rate", "betas", "eps", "weight_decay", "weight_decay_on", "warmup_steps",
     "lr_scheduler_type", "min_lr_ratio",
@@ -73,13 +73,13 @@ def test_help_lists_the_fields_with_their_docstrings(command: str, capsys: pytes
         parse([command, "--help-verbose"])
     shown = capsys.readouterr().out
     known = {flag(name): docstring(kind, name.rpartition(".")[2]) for name, _, kind in settings(COMMANDS[command])}
-    assert known.keys() <= {*re.findall(r"--[a-z][a-z.-]+", shown)}
+    assert known.keys() <= {*re.findall(r"--[a-z][a-z0-9.-]+", shown)}
     for name, help_text in known.items():
         assert words(help_text) in words(shown), name
 
 
 @pytest.mark.parametrize("kind", COMMANDS.values())
 def test_a_default_exists_once(kind: type) -> None:
-    """A command gives a default only to what the shared class leaves open; `optim` has another type."""
-    again = {field.name for field in fields(Run)} & kind.__annotations__.keys() - {"optim"}
+    """A command gives a default only to what the shared class leaves open."""
+    again = {field.name for field in fields(Run)} & kind.__annotations__.keys()
     assert not [name for name in again if hasattr(Run, name)]

@@ -138,6 +138,8 @@ def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.Captu
     assert generated(capsys, str(folder / "again"), *args[1:3]) == said
     assert generated(capsys, *args, "--tile-limit", "8KiB") == said
     assert generated(capsys, *args, "--do-sample") == generated(capsys, *args, "--do-sample") != said
+    for least in (("--temperature", "1e-6"), ("--top-p", "1e-6")):
+        assert generated(capsys, *args, "--do-sample", *least) == said, "only the most likely token is left"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_what_cannot_be_continued_is_refused_in_words(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, model = folder / "run", folder / "model"
-    for flags in (("--max-new-tokens", "0"), ("--seed", "-1")):
+    for flags in (("--max-new-tokens", "0"), ("--seed", "-1"), ("--temperature", "0"), ("--top-p", "1.5")):
         assert main(["generate", str(run), "--prompt", "a", *flags]) == 2
     assert "--prompt is empty" in refused(capsys, run, "--prompt", "", "--chat", False)
     for chat in (("--prompt", "a \udcff"), ("--prompt", "a", "--system", "b \udcff")):

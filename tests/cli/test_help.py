@@ -23,15 +23,10 @@ def test_many_flags_are_listed_by_their_groups_and_described_on_demand(
 ) -> None:
     listed, described = (help_of(command, capsys, flag) for flag in ("--help", "--help-verbose"))
     for shown in (listed, described):
-        groups = [shown.index(f" {group}options ") for group in ("", "optim ", "memory ", "lora ")]
+        groups = [shown.index(f" {group}options ") for group in ("", "memory ")]
         assert groups == sorted(groups)
-        assert (
-            groups[0]
-            < shown.index("--per-device-train-batch-size INT")
-            < groups[1]
-            < groups[2]
-            < shown.index("--memory.ssd DIR")
-        )
+        batch, ssd = shown.index("--per-device-train-batch-size INT"), shown.index("--memory.ssd DIR")
+        assert groups[0] < batch < groups[1] < ssd
     assert "Sequences per forward pass" in described
     assert len(listed.splitlines()) < 120
 
@@ -51,7 +46,10 @@ def test_few_flags_are_described_at_once(command: str, capsys: pytest.CaptureFix
         ("with pagoda.Tiles(tile_limit=...), layers", "with --tile-limit, layers"),
         ("use wrap(activations='keep') or 'offload'.", "use --activations keep or 'offload'."),
         ("precision is 'x'; use bf16", "--precision is 'x'; use bf16"),
-        ("/data/seq_len/x and --memory.ssd are as they were", "/data/seq_len/x and --memory.ssd are as they were"),
+        (
+            "/data/max_length/x and --memory.ssd are as they were",
+            "/data/max_length/x and --memory.ssd are as they were",
+        ),
         ("memory.split=None chooses it", "memory.split=None chooses it"),
     ],
 )
@@ -60,7 +58,8 @@ def test_messages_of_the_command_name_flags(message: str, said: str) -> None:
 
 
 def test_messages_name_only_flags_that_the_command_has() -> None:
-    assert with_flags("Raise memory.host, or lower seq_len", GenerateConfig) == "Raise --memory.host, or lower seq_len"
+    said = with_flags("Raise memory.host, or lower max_length", GenerateConfig)
+    assert said == "Raise --memory.host, or lower max_length"
 
 
 def test_warnings_are_one_line_and_those_for_developers_are_not_shown(

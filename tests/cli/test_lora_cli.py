@@ -136,7 +136,7 @@ def test_experts_are_adapted_by_the_names_of_their_parameters(work: Workspace) -
         (("--lora-target-modules", "no_such_layer"), "--lora-target-modules is no_such_layer"),
         (
             ("--model", "mixtral-15m", "--lora-target-modules", "all-linear", "--lora-dropout", "0.1"),
-            "ParamWrapper does not work with lora_dropout",
+            "ParamWrapper does not work with --lora-dropout",
         ),
     ],
 )

@@ -44,7 +44,7 @@ def test_only_the_model_must_be_given_and_flags_reach_the_configuration() -> Non
         memory=Memory(host="64MiB", page_size="1MiB"),
         betas=(0.8, 0.9),
         lr_scheduler_type="constant",
-        max_grad_norm=None,
+        max_grad_norm=0.0,
         activations="keep",
         trace=Path("t.json"),
         trace_step=5,
@@ -58,7 +58,7 @@ def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path
     RunDir(tmp_path).create(started)
     for flags in (
         ("--output-dir", tmp_path, "--resume-from-checkpoint", "last"),
-        (f"--output-dir={tmp_path}", "--resume-from-checkpoint", "last"),
+        (f"--output-dir={tmp_path}", "--resume-from-checkpoint=last"),
     ):
         assert parsed(*flags) == replace(started, output_dir=tmp_path, resume_from_checkpoint="last")
     changed = parsed(*flags, "--max-steps", "40", "--memory.host", "2GiB")

@@ -1,4 +1,4 @@
-"""`pagoda train --quantize`: adapters over weights in 4 or 8 bits, with the losses of transformers."""
+"""`pagoda train --load-in-4bit`: adapters over weights in 4 or 8 bits, with the losses of transformers."""
 
 import importlib
 import json
@@ -16,7 +16,6 @@ import pagoda
 from pagoda.cli.main import main
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
-from pagoda.models.lora import LoraConfig
 from pagoda.prepare.quantize import PACKAGES
 from pagoda.train.metrics import read_metrics
 from tests.cli.workspace import Workspace, curve
@@ -45,7 +44,7 @@ def work(model: Path, tmp_path: Path) -> Workspace:
     }
     (tmp_path / "eval.txt").write_text("pack my box with five dozen liquor jugs. " * 12)
     usual |= {"lr_scheduler_type": "constant", "eval_data": tmp_path / "eval.txt", "eval_steps": 4}
-    return Workspace(tmp_path, model, **usual, save_steps=2, load_in_4bit=True)
+    return Workspace(tmp_path, model, **usual, save_steps=2)
 
 
 def as_transformers_has_it(bits: str) -> Any:
@@ -102,27 +101,13 @@ def test_a_run_takes_what_is_planned_and_has_nothing_to_merge(
     pytest.importorskip(PACKAGES[bits])
     work.train("run", *ADAPTED, max_steps=1, **{f"load_in_{bits}": True}, precision="bf16", memory__host="16MiB")
     units = json.loads((work.root / "run" / "plan.json").read_text())["units"]
-    asked: dict[str, Any] = {
-        "model": str(model),
-        "max_length": 16,
-        "gradient_accumulation_steps": 1,
-        "precision": "bf16",
-    }
-    asked["lora"] = LoraConfig(lora_r=4, lora_target_modules=("q_proj", "v_proj"))
-    whole, planned = (
-        describe_model(PlanConfig(**asked)),
-        describe_model(PlanConfig(**asked, **{f"load_in_{bits}": True})),
-    )
+    asked: dict[str, Any] = {"model": str(model), "max_length": 16, "precision": "bf16"}
+    adapted = {**asked, "lora_r": 4, "lora_target_modules": ("q_proj", "v_proj")}
+    whole, planned = (describe_model(PlanConfig(**adapted, **more)) for more in ({}, {f"load_in_{bits}": True}))
     assert planned.root.numel == sum(unit["parameters"] for unit in units)
     assert planned.root.numel < whole.root.numel / (2.5 if bits == "4bit" else 1.5)
     assert planned.params == whole.params
-    of_model = describe_model(
-        PlanConfig(
-            **{
-                **asked,
-            }
-        )
-    ).params
+    of_model = describe_model(PlanConfig(**asked)).params
     assert f"Plan: {of_model:,} parameters" in capsys.readouterr().out
     assert main(["export", str(work.root / "run"), str(work.root / "out"), "--merge"]) == 2
     assert re.search(r"quantized weights, .*without --merge.*merge_and_unload", capsys.readouterr().err)
@@ -167,13 +152,13 @@ def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and
     ("flags", "words"),
     [
         ((), "give --lora-r too"),
-        ((*ADAPTED, "--model", "llama-15m"), "--quantize is for pretrained weights, which 'llama-15m' lacks"),
+        ((*ADAPTED, "--model", "llama-15m"), "--load-in-4bit is for pretrained weights, which 'llama-15m' lacks"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(
     flags: tuple[str, ...], words: str, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(work.args("run", *flags)) == 2
+    assert main(work.args("run", "--load-in-4bit", *flags)) == 2
     assert words in " ".join(capsys.readouterr().err.split())
     assert not (work.root / "run").exists()
 
@@ -189,9 +174,9 @@ def test_a_model_that_is_in_4_bits_already_trains_from_its_packed_weights_or_fro
         quantized
     )
     usual: dict[str, Any] = {"max_steps": 1, "memory__host": "16MiB"}
-    (expected,) = work.train("expected", *ADAPTED, **usual)
-    (packed,) = work.train("packed", *ADAPTED, **usual, model=quantized)
-    (values,) = work.train("values", *ADAPTED, **usual, model=quantized, quantize=None)
+    (expected,) = work.train("expected", *ADAPTED, "--load-in-4bit", **usual)
+    (packed,) = work.train("packed", *ADAPTED, "--load-in-4bit", **usual, model=quantized)
+    (values,) = work.train("values", *ADAPTED, **usual, model=quantized)
     assert packed["loss"] == expected["loss"]
     assert values["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
@@ -200,5 +185,5 @@ def test_without_bitsandbytes_the_message_says_how_to_get_it(
     work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    assert main(work.args("run", *ADAPTED)) == 2
+    assert main(work.args("run", *ADAPTED, "--load-in-4bit")) == 2
     assert "--load-in-4bit needs bitsandbytes: pip install 'pagoda-train[quantized]'" in capsys.readouterr().err

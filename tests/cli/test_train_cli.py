@@ -42,7 +42,7 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
     assert metrics[-1]["peak_bytes"]["host"] <= 1 << 20
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.2
     saved = json.loads((work.root / "run" / "config.json").read_text())
-    assert (saved["steps"], saved["memory"]["host"]) == (STEPS, "1MiB")
+    assert (saved["max_steps"], saved["memory"]["host"]) == (STEPS, "1MiB")
     names = sorted(entry.name for entry in (work.root / "run").iterdir())
     written = ["config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
     assert names == [f"checkpoint-{STEPS}", *written, "trace.json"]
@@ -217,7 +217,7 @@ def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_no
     before = content_of(work.root / "run")
     (work.root / "other.txt").write_text("another text, as long as it takes. " * 20)
     for args, message in (
-        (work.args("run", max_steps=2), "--resume-from-checkpoint", "last"),
+        (work.args("run", max_steps=2), "continue the run with --resume-from-checkpoint last"),
         (
             work.args("run", "--resume-from-checkpoint", "last", max_steps=4, per_device_train_batch_size=3),
             "3 sequences a step, of which the run has 2",
@@ -230,7 +230,7 @@ def test_resuming_names_what_does_not_belong_to_the_run_and_a_finished_one_is_no
             ["train", "--resume-from-checkpoint", "last", "--output-dir", str(work.root / "elsewhere")],
             "there is no run in",
         ),
-        (work.args("elsewhere", "--resume-from-checkpoint", "last", "--checkpoint", "best"), "there is no run in"),
+        (work.args("elsewhere", "--resume-from-checkpoint", "best"), "there is no run in"),
     ):
         assert main(args) == 2
         assert message in capsys.readouterr().err

@@ -29,16 +29,18 @@ class Workspace:
             write_model(self.model, num_hidden_layers=2)
         self.text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
         self._usual: dict[str, object] = {
-            "model": self.model, "data": self.text, "max_steps": STEPS, "per_device_train_batch_size": 2, "max_length": 32, "learning_rate": 3e-3,
-            "memory__host": "1MiB", "memory__ssd": self.ssd, "precision": "bf16", **usual,
+            "model": self.model, "data": self.text, "max_steps": STEPS, "per_device_train_batch_size": 2,
+            "max_length": 32, "learning_rate": 3e-3, "memory__host": "1MiB", "memory__ssd": self.ssd,
+            "precision": "bf16", **usual,
         }  # fmt: skip
 
     def args(self, out: str, /, *flags: str, **changes: object) -> list[str]:
-        """The command line of a run in `out`; `changes` replace flags of the same name."""
+        """The command line of a run in `out`; `changes` replace flags of the same name. True is a flag by itself."""
         settings = {**self._usual, "output_dir": self.root / out, **changes}
         names = {name: name.replace("__", ".").replace("_", "-") for name in settings}
-        given = ((f"--{names[name]}", str(value)) for name, value in settings.items() if value is not None)
-        return ["train", *(part for pair in given for part in pair), *flags]
+        given = {f"--{names[name]}": value for name, value in settings.items() if value is not None}
+        named = (part for flag, value in given.items() for part in (flag, *[str(value)] * (value is not True)))
+        return ["train", *named, *flags]
 
     def train(self, out: str, /, *flags: str, **changes: object) -> list[dict[str, Any]]:
         """Runs to the end and returns the metrics."""

@@ -122,7 +122,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str
     """The flags of a run without its --output-dir, and what it ends with."""
     folder = tmp_path_factory.mktemp("whole")
     model, text = write_model(folder / "model", hidden_size=32, num_hidden_layers=2), write_text(folder / "text")
-    flags = f"train --model {model} --data {text} --max-steps {STEPS} --per-device-train-batch-size 2 --max-length 16 --eval-share 0.2"
+    flags = f"train --model {model} --data {text} --max-steps {STEPS} --max-length 16"
+    flags += " --per-device-train-batch-size 2 --eval-share 0.2"
     flags += f" --eval-steps {EVERY} --save-steps {EVERY} --plan usual --cache {folder / 'cache'}"
     flags += " --memory.host 64MiB --lr-scheduler-type constant"
     assert main([*flags.split(), "--output-dir", str(folder / "run")]) == 0

@@ -410,7 +410,7 @@ def test_dequantized_weights_take_the_time_to_read_and_write_them_at_each_use() 
     }
     config = PlanConfig(**of, lora_r=2, load_in_4bit=True)
     machine = find_machine_for(config)
-    packed, plain = forecast(config, machine), forecast(replace(config, quantize=None), machine)
+    packed, plain = forecast(config, machine), forecast(replace(config, load_in_4bit=False), machine)
     elements = sum(packed.described.packed.values())
     assert plain.described.packed == {}
     assert 0 < elements < plain.described.params

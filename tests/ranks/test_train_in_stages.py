@@ -40,9 +40,9 @@ def config_of(folder: Path, out: Path, **changes: Any) -> TrainConfig:
     """A run of two stages whose norm is clipped, with an evaluation and a checkpoint every second step."""
     usual = {
         "model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "output_dir": out, "max_steps": STEPS,
-        "per_device_train_batch_size": 2, "max_length": 128, "gradient_accumulation_steps": 3, "pipeline_parallel": 2, "precision": "fp32",
-        "max_grad_norm": 0.05, "eval_share": 0.3, "max_eval_samples": 6, "eval_steps": 2, "save_steps": 2,
-        "keep_best": False,
+        "per_device_train_batch_size": 2, "max_length": 128, "gradient_accumulation_steps": 3,
+        "pipeline_parallel": 2, "precision": "fp32", "max_grad_norm": 0.05, "eval_share": 0.3, "max_eval_samples": 6,
+        "eval_steps": 2, "save_steps": 2, "keep_best": False,
         "learning_rate": 3e-3, "lr_scheduler_type": "constant", "memory": Memory(host="64MiB", unit_limit="16KiB"),
     }  # fmt: skip
     return TrainConfig(**{**usual, **changes})
@@ -80,7 +80,7 @@ def test_two_stages_have_the_bits_of_one_rank(
     assert_same(goes_on, alone)
     assert losses(goes_on) == losses(alone)
     for source in (config, alone):
-        export(RunDir(source.out).latest().state, tmp_path / f"of-{source.out.name}")
+        export(RunDir(source.output_dir).latest().state, tmp_path / f"of-{source.output_dir.name}")
     exported, expected = (
         load_file(tmp_path / f"of-{one.output_dir.name}" / "model.safetensors") for one in (config, alone)
     )
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "layers are divided, too": (2, {"tensor_parallel": 2}),
     "ordered sums": (2, {"ordered_sums": True}),
     "fp16, and a loss in chunks": (1, {"precision": "fp16", "chunked_loss": True}),
-    "updates during backward": (1, {"max_grad_norm": None, "activations": "recompute"}),
+    "updates during backward": (1, {"max_grad_norm": 0.0, "activations": "recompute"}),
     "muon, on ssd": (1, {"optim": "muon"}),
     "bf16, updates a step late": (1, {"precision": "bf16", "update": "async"}),
     "batches and layers in tiles": (1, {"batch_tiles": 2, "tile_limit": "8KiB", "activations": "auto"}),

@@ -99,7 +99,7 @@ def test_tensor_parallel_ranks_train_as_one_rank_does(
     goes_on = replace(config, output_dir=divided.output_dir, resume_from_checkpoint="last")
     assert started(ranks, 1, tmp_path / "c", goes_on) == [0]
     for name in ("metrics", "evals"):
-        alone, together = (read_metrics(getattr(RunDir(run.out), name)) for run in (config, divided))
+        alone, together = (read_metrics(getattr(RunDir(run.output_dir), name)) for run in (config, divided))
         assert [line["loss"] for line in together] == pytest.approx([line["loss"] for line in alone], rel=1e-4)
         assert all(one.get("tokens") == two.get("tokens") for one, two in zip(alone, together, strict=True))
 

@@ -26,8 +26,8 @@ def step(wrapped: Wrapped, seed: int = 1, factor: float = 1.0) -> None:
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale(wrap: Wrap) -> None:
-    model, optimizer = wrap(layers(), precision=fp16(initial=1024.0, growth_interval=2))
-    twin, twin_optimizer = wrap(layers(), precision=fp16(initial=1024.0))
+    model, optimizer = wrap(layers(), precision=fp16(init_scale=1024.0, growth_interval=2))
+    twin, twin_optimizer = wrap(layers(), precision=fp16(init_scale=1024.0))
     scales, skipped = [], []
     for seed, factor in enumerate([1, 1, 1e6, 1, 1e6, 1e6, 1, 1, 1]):
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -95,7 +95,7 @@ def test_a_loss_that_was_not_scaled_is_refused(wrap: Wrap) -> None:
 
 
 def test_a_scale_that_cannot_go_lower_names_the_gradient(wrap: Wrap) -> None:
-    wrapped = wrap(layers(), precision=fp16(initial=2.0))
+    wrapped = wrap(layers(), precision=fp16(init_scale=2.0))
     step(wrapped, factor=math.inf)
     with pytest.raises(pagoda.NonFiniteGradientError, match=r"'layers\.2\.0\.(weight|bias)' is not finite, the first"):
         step(wrapped, factor=math.inf)
@@ -170,7 +170,7 @@ def test_settings_that_make_no_sense_are_refused(wrap: Wrap) -> None:
     for precision, settings, message in BAD_SETTINGS:
         with pytest.raises(pagoda.ConfigError, match=message):
             wrap(model, precision=pagoda.MixedPrecision(precision, **settings))
-    for name, value in (("initial", 3.0), ("backoff_factor", 1.0), ("growth_interval", 0), ("growth_factor", 0.5)):
+    for name, value in (("init_scale", 3.0), ("backoff_factor", 1.0), ("growth_interval", 0), ("growth_factor", 0.5)):
         with pytest.raises(pagoda.ConfigError, match=name):
             pagoda.LossScale(**{name: value})
     with torch.no_grad():

@@ -101,7 +101,7 @@ def test_tokens_of_a_step_go_by_the_size_of_the_data_and_warm_up_by_what_is_trai
     assert (of_step(longer), longer.max_steps) == (256, 1710)
     assert of_step(chosen(max_length=128, tokens_per_step=2048)) == 2048
     text = chosen(data=str(folder / "text.txt"), max_length=16)
-    assert 100 <= text.steps < 200
+    assert 100 <= text.max_steps < 200
     assert of_step(chosen(data=str(folder / "text.txt"), max_length=16, max_steps=3)) == of_step(text)
 
 
@@ -239,11 +239,11 @@ def test_advice_against_few_steps_gives_more_of_them(folder: Path) -> None:
     asked = TrainConfig(
         model=str(folder / "model"), data=str(folder / "chats.jsonl"), max_length=32, tokens_per_step=4096
     )
-    few = choices(asked, Console(file=shown, width=300)).steps
+    few = choices(asked, Console(file=shown, width=300)).max_steps
     assert few < 50
     assert "give more data, --max-steps or --num-train-epochs, or fewer --tokens-per-step" in shown.getvalue()
     for advice in ({"num_train_epochs": 9.0}, {"tokens_per_step": 512}):
-        assert choices(replace(asked, **advice), Console(quiet=True)).steps > few
+        assert choices(replace(asked, **advice), Console(quiet=True)).max_steps > few
     shown = io.StringIO()
     choices(replace(asked, max_steps=8), Console(file=shown))
     assert "learns little" not in shown.getvalue(), "the user wants these"
@@ -301,22 +301,22 @@ def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) ->
     _, changed = parse(args)
     assert (changed.max_length, changed.per_device_train_batch_size, changed.betas) == (
         32,
-        first.batch_size,
+        first.per_device_train_batch_size,
         (0.9, 0.98),
     )
 
 
 def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("model: gpt2\noptim: {lr: 2e-5}\n")
+    path.write_text("model: gpt2\nlearning_rate: 2e-5\n")
     assert read_settings(path).learning_rate == 2e-5
     for text, message in (
-        ("model: gpt2\nlearning_rate: 1\n", "unknown settings: 'learning_rate'"),
-        ("model: gpt2\noptim: {beta: 1}\n", "unknown settings: 'optim.beta'"),
-        ("model: gpt2\noptim: 1\n", "has 1 as optim, which is not an object"),
-        ("model: gpt2\nsteps: 1\nseed: 1\nsteps: 2\n", "has the key 'steps' twice"),
-        ("model: gpt2\nsteps: many\n", "steps as 'many', which is a value of the wrong type"),
-        ("1: 2\nsteps: 3\nlearning_rate: 1\n", "unknown settings: '1', 'learning_rate'"),
+        ("model: gpt2\nlr: 1\n", "unknown settings: 'lr'"),
+        ("model: gpt2\nmemory: {hosts: 1}\n", "unknown settings: 'memory.hosts'"),
+        ("model: gpt2\nmemory: 1\n", "has 1 as memory, which is not an object"),
+        ("model: gpt2\nmax_steps: 1\nseed: 1\nmax_steps: 2\n", "has the key 'max_steps' twice"),
+        ("model: gpt2\nmax_steps: many\n", "max_steps as 'many', which is a value of the wrong type"),
+        ("1: 2\nmax_steps: 3\nsteps: 1\n", "unknown settings: '1', 'steps'"),
         ("model: [\n", "is not YAML"),
         ("[" * 5000, "is not YAML"),
         ("model: !!timestamp foo\n", "is not YAML"),
@@ -341,7 +341,7 @@ def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monk
     assert chosen.per_device_train_batch_size == 1, "a second sequence would fit if malloc kept nothing"
     assert why.endswith("with what malloc keeps")
     roomy = replace(asked, memory=Memory(host="1MiB", activations=4 * one))
-    assert defaults._batch(roomy, 1, 1e9)[0].batch_size > 1
+    assert defaults._batch(roomy, 1, 1e9)[0].per_device_train_batch_size > 1
 
 
 def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path) -> None:

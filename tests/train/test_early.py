@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.models.lora import LoraConfig
 from pagoda.train import early
 from pagoda.train.run_dir import RunDir
 from tests.tiny import tiny_run, trained, write_model, write_text
@@ -25,7 +24,7 @@ REFUSED = {
     "--memory.ssd free --output-dir used": "--output-dir used is in use by another run",
     "--output-dir old": "--output-dir old already holds a run (config.json, ",
     "--output-dir text": "--output-dir text: text is a file",
-    "--resume-from-checkpoint last --output-dir old --checkpoint checkpoint-9": "old has no checkpoint 'checkpoint-9'",
+    "--resume-from-checkpoint checkpoint-9 --output-dir old": "old has no checkpoint 'checkpoint-9'",
     "--report-to wandb": "--report-to wandb needs wandb: pip install wandb",
     "--plan search": "--plan search needs a machine that was measured",
     "--trace none/file": "--trace none/file cannot be written",
@@ -74,14 +73,13 @@ def test_mistakes_that_need_no_torch_are_refused_before_it_is_imported(
     assert sorted(path.name for path in (tmp_path / "used").iterdir()) == []
 
 
-@pytest.mark.parametrize("setting", ["optimizer", "quantize"])
+@pytest.mark.parametrize("setting", ["optim", "quantized"])
 def test_what_needs_torch_is_refused_before_data_are_read(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An optimizer that does not fit the other settings, and a format for weights that the model lacks."""
-    settings = {"optim": {"optim": "muon", "tile_limit": "64KiB"}, "quantize": {"load_in_4bit": True}}[setting]
-    lora = LoraConfig(lora_r=2) if setting == "quantize" else LoraConfig()
+    cases = {"optim": {"optim": "muon", "tile_limit": "64KiB"}, "quantized": {"load_in_4bit": True, "lora_r": 2}}
     monkeypatch.setattr("pagoda.train.tokens.open_tokens", lambda *_: pytest.fail("nothing is read"))
     monkeypatch.setattr(early, "check_installed", lambda *_: None)
     with pytest.raises(ConfigError, match=r"does not work with|is for pretrained weights"):
-        trained(tiny_run(tmp_path, lora=lora, max_steps=0, **settings))
+        trained(tiny_run(tmp_path, max_steps=0, **cases[setting]))

@@ -43,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, data: str, out: Path, **changes: Any) -> TrainConfig:
     settings = {
-        "max_steps": 4, "per_device_train_batch_size": 2, "max_length": 128, "precision": "fp32", "gradient_accumulation_steps": 2,
-        "learning_rate": 3e-3, "lr_scheduler_type": "constant", "memory": Memory(host="1GiB"), "plan": "usual",
-        "eval_share": 0.0,
+        "max_steps": 4, "per_device_train_batch_size": 2, "max_length": 128, "precision": "fp32",
+        "gradient_accumulation_steps": 2, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
+        "memory": Memory(host="1GiB"), "plan": "usual", "eval_share": 0.0,
     }  # fmt: skip
     return TrainConfig(model=str(folder / "model"), data=str(folder / data), output_dir=out, **{**settings, **changes})
 
@@ -156,8 +156,8 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
     """Learning rates that are far too large make it worse. State on SSD is kept in place by both checkpoints."""
     config = config_of(
         folder, "texts.jsonl", tmp_path / "run", memory=on_ssd(tmp_path), max_steps=20, max_length=64,
-        eval_data=str(folder / "other.jsonl"), eval_steps=1, early_stopping_patience=3, save_total_limit=1, save_steps=1,
-        learning_rate=2.0, lr_scheduler_type="constant", warmup_steps=40, gradient_accumulation_steps=1,
+        eval_data=str(folder / "other.jsonl"), eval_steps=1, early_stopping_patience=3, save_total_limit=1,
+        save_steps=1, learning_rate=2.0, lr_scheduler_type="constant", warmup_steps=40, gradient_accumulation_steps=1,
     )  # fmt: skip
     _, evals, shown = trained(config)
     best = min(evals[1:], key=lambda line: line["loss"])["step"]

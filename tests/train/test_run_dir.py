@@ -94,7 +94,7 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
     assert done == [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a"), *rewritten]
     done.clear()
     run_dir.create(replace(CONFIG, max_steps=40))
-    assert run_dir.started_config().steps == 40
+    assert run_dir.started_config().max_steps == 40
     assert done == rewritten
 
 
@@ -103,8 +103,8 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{}"),
     "nested deeply": lambda path: path.write_bytes(b'{"a":' * 100_000),
     "a list": lambda path: path.write_text("[]"),
-    "a huge number": lambda path: path.write_text('{"steps": ' + "9" * 5000 + "}"),
-    "without its hash": lambda path: path.write_text('{"model": "gpt2", "steps": 4}'),
+    "a huge number": lambda path: path.write_text('{"max_steps": ' + "9" * 5000 + "}"),
+    "without its hash": lambda path: path.write_text('{"model": "gpt2", "max_steps": 4}'),
     "a directory": lambda path: path.mkdir(),
     "a FIFO": os.mkfifo,
     "a device": lambda path: path.symlink_to("/dev/zero"),
@@ -124,18 +124,20 @@ def test_a_broken_configuration_is_refused(case: str, tmp_path: Path) -> None:
 def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for name, value in (
-        ("steps", True),
-        ("steps", 10**30),
+        ("max_steps", True),
+        ("max_steps", 10**30),
         ("model", 5),
         ("model", "\0"),
-        ("out", ["run"]),
+        ("output_dir", ["run"]),
         ("precision", "fp8"),
         ("max_grad_norm", "1"),
         ("batch_tiles", "all"),
         ("optim", [1]),
-        ("optim", {"betas": [0.9]}),
-        ("lora", {"targets": [1]}),
-        ("resume", 1),
+        ("betas", [0.9]),
+        ("lora_target_modules", [1]),
+        ("resume_from_checkpoint", 1),
+        ("accumulation_steps", 2),
+        ("lora", {"rank": 2}),
     ):
         settings = {**CONFIG.settings(), name: value}
         whole = xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())

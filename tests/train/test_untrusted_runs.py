@@ -41,7 +41,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 @pytest.fixture
 def directory(done: TrainConfig, tmp_path: Path) -> Path:
     """That run, elsewhere."""
-    return Path(shutil.copytree(done.out, tmp_path / "run"))
+    return Path(shutil.copytree(done.output_dir, tmp_path / "run"))
 
 
 def rewrite(directory: Path, **changes: object) -> None:
