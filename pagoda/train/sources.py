@@ -148,7 +148,7 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def _table_rows(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
-    how: dict[str, Any] = {"per_device_train_batch_size": _BATCH_ROWS} if kind == "parquet" else {}
+    how: dict[str, Any] = {"batch_size": _BATCH_ROWS} if kind == "parquet" else {}
     if kind == "csv":  # all columns are text: as a number, 007 would be 7
         how = {"sep": "\t" if _suffix(path) == ".tsv" else ",", "keep_default_na": False}
         names: dict[str, Any] = next(iter(_loaded(kind, [path], nrows=1, **how)), {})
