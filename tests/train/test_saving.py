@@ -65,6 +65,17 @@ def test_the_best_checkpoint_is_one_of_the_last_or_one_more(
     assert checkpoints(config) == [3, 5, 6]
 
 
+def test_a_checkpoint_with_a_file_of_the_user_is_kept(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = RunDir(config.output_dir).checkpoint(1) / "notes.txt"
+    before_step(3, lambda: notes.write_text("the one to keep"), monkeypatch)
+    trained(config)
+    assert checkpoints(config) == [1, 3, 4]
+    assert notes.exists()
+    assert "notes.txt in" in caplog.text
+
+
 def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     memory = Memory(host="300KiB", ssd=str(tmp_path / "ssd"), unit_limit="16KiB", page_size="4KiB")
