@@ -35,6 +35,8 @@ from pagoda.plan.traffic import bytes_written_to_ssd
 
 _BEGUN = "checkpoint-is-incomplete.txt"
 """What transformers writes before a checkpoint of `enable_jit_checkpoint`, and deletes after it, as a seal does."""
+_OF_FILES = "iostream error", "PytorchStreamWriter"
+"""In errors of torch.save."""
 _log = logging.getLogger("pagoda")
 
 
@@ -116,29 +118,30 @@ class Checkpoints:
     def _write_files(self, now: _Asked, write: Callable[[], None]) -> None:
         """Let the trainer write its own files. It neither pushes them nor deletes older checkpoints."""
         trainer, args = self._trainer, self._trainer.args
-        run, first = now.staged.directory.parent, self._mesh.everyone.rank == 0
+        run = now.staged.directory.parent
         error: Exception | None = None
         try:
             from_first(self._mesh, "the directory of a checkpoint", now.staged.create)
-            self._now, args.save_total_limit, args.push_to_hub = now, None, False
-            write()
+            try:
+                self._now, args.save_total_limit, args.push_to_hub = now, None, False
+                write()
+            finally:
+                self._now, args.save_total_limit, args.push_to_hub = None, now.limit, now.pushes
+            best = run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
+            if trainer.state.best_global_step and (best == now.staged.directory or best.is_dir()):
+                trainer.state.best_model_checkpoint = str(best)
+            if self._mesh.everyone.rank == 0:  # as they are
+                torch.save(args, now.staged.path / TRAINING_ARGS_NAME)
+                trainer.state.save_to_json(str(now.staged.path / TRAINER_STATE_NAME))
         except (PagodaError, OSError) as problem:
             error = problem
-        except RuntimeError as problem:  # torch.save does not say that the disk is full
-            if shutil.disk_usage(run).free > 1 << 20:
+        except RuntimeError as problem:  # torch.save does not say that a file cannot be written
+            if not any(words in str(problem) for words in _OF_FILES) and shutil.disk_usage(run).free > 1 << 20:
                 raise
             error = StorageError(f"{now.staged.directory} could not be written: {problem}")
-        finally:
-            self._now, args.save_total_limit, args.push_to_hub = None, now.limit, now.pushes
         problems = from_all(self._mesh, "the files of a checkpoint", None if error is None else str(error))
         if any(problems):
             raise error or CheckpointError(next(filter(None, problems)))
-        best = run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
-        if trainer.state.best_global_step and (best == now.staged.directory or best.is_dir()):
-            trainer.state.best_model_checkpoint = str(best)
-        if first:  # as they are
-            torch.save(args, now.staged.path / TRAINING_ARGS_NAME)
-            trainer.state.save_to_json(str(now.staged.path / TRAINER_STATE_NAME))
 
     def _record(self) -> dict[str, Any]:
         """What a checkpoint says of the run, for `check_resumes` of the trainer."""
