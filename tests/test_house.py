@@ -18,8 +18,8 @@ from tests.worlds import mutants as worlds_mutants
 ROOT = Path(pagoda.__file__).parent
 HOUSE = (
     "cli",
-    "integrations",
     "train",
+    "integrations",
     "forecast",
     "calibrate",
     "api",
@@ -40,7 +40,9 @@ HOUSE = (
     "plan",
     "optim",
     "config",
+    "console",
     "memory",
+    "signals",
     "jit",
     "process",
     "interrupts",

@@ -97,6 +97,7 @@ OF_INSTANCES = {
     "_state_dict_hooks": "Module: state dicts lack what hooks add",
     "_forward_pre_hooks": "Module: layers with hooks are cut in tiles",
     "_use_count": "Tensor: hooks on autograd's nodes are lost without an error",
+    "_n_gpu": "Trainer: without torchrun, `pagoda train` is refused on a machine with several GPUs",
     "_loss_shifts_labels": "Trainer: means over tokens count a first label that the loss does not see",
     "_backward_hooks": "Tensor: hooks are lost where a parameter gets new memory",
     "_post_accumulate_grad_hooks": "Tensor: hooks are lost where a parameter gets new memory",

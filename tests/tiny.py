@@ -3,10 +3,12 @@
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from pagoda.config.memory import Memory
@@ -69,15 +71,47 @@ def trained(config: TrainConfig) -> tuple[TrainResult | None, str]:
 
 
 def at_the_first_batch(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Does something in the middle of the first step of the next run."""
-    batch = Batches.batch
+    """Does something in the first step of the next run."""
+    from pagoda.train.trainer import RunTrainer
 
-    def acting(self: Batches, step: int, index: int = 0) -> object:
-        monkeypatch.setattr(Batches, "batch", batch)
+    begin = RunTrainer.get_batch_samples
+
+    def acting(*args: Any) -> Any:
+        monkeypatch.setattr(RunTrainer, "get_batch_samples", begin)
+        found = begin(*args)
         action()
-        return batch(self, step, index)
+        return found
 
-    monkeypatch.setattr(Batches, "batch", acting)
+    monkeypatch.setattr(RunTrainer, "get_batch_samples", acting)
+
+
+def before_step(number: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does something when a step begins, counted from 1, and no checkpoint is being written."""
+    from pagoda.train.trainer import RunTrainer
+
+    begin = RunTrainer.get_batch_samples
+
+    def acting(trainer: RunTrainer, *args: Any) -> Any:
+        found = begin(trainer, *args)
+        if trainer.state.global_step == number - 1:
+            trainer.passes.optimizer.wait_for_checkpoint()
+            action()
+        return found
+
+    monkeypatch.setattr(RunTrainer, "get_batch_samples", acting)
+
+
+def with_metrics(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Gives all steps other metrics."""
+    from pagoda.train.callbacks import RunCallback
+
+    measured = RunCallback.measured
+    monkeypatch.setattr(RunCallback, "measured", lambda *args: replace(measured(*args), **changes))
+
+
+def batch_of(batches: Batches, step: int, index: int = 0) -> dict[str, torch.Tensor]:
+    """What forward pass `index` of a step (both from 0) reads."""
+    return batches.of_rows(batches.row_indices(step, index))
 
 
 def write_mixture(name: str, directory: Path, layers: int = 2) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from pagoda.config.commands import CalibrateConfig
+from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.simulate.hardware import Hardware, hardware_file, write_hardware
-from pagoda.train.progress import say
 
 
 def run(config: CalibrateConfig, console: Console) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from pagoda.config.commands import DataConfig
-from pagoda.train.progress import say
+from pagoda.console import say
 
 
 def run(config: DataConfig, console: Console) -> int:

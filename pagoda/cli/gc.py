@@ -9,13 +9,13 @@ from rich.console import Console
 
 from pagoda.checkpoint.paged import with_ranks
 from pagoda.config.commands import GcConfig
+from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.memory.identity import MANIFEST, checkpoint_id_of
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.lock import lock_directories
 from pagoda.memory.ssd.orphans import Orphan, drop, orphans_in, why_orphaned
 from pagoda.memory.ssd.record import unknown_in
-from pagoda.train.progress import say
 
 _DECLINED = 1
 

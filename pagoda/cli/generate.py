@@ -11,9 +11,9 @@ from rich.console import Console
 
 from pagoda.config.commands import GenerateConfig
 from pagoda.config.training import Precision, Tiles
+from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
-from pagoda.train.progress import say
 from pagoda.train.records import Message
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def run(config: GenerateConfig, console: Console) -> int:
     from pagoda.models.gguf import gguf_in
     from pagoda.optim import AdamW
     from pagoda.train.generate import continued
+    from pagoda.train.run_dir import known_as
     from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
 
     weights, directory = _places(config)
@@ -39,7 +40,7 @@ def run(config: GenerateConfig, console: Console) -> int:
     source = _opened(weights, config)
     computes = source.precision or "the dtypes of the weights"
     with suppress(OSError):  # the text is what was asked for
-        print(f"pagoda: reading {weights}, computing in {computes}", file=sys.stderr, flush=True)
+        print(f"pagoda: reading {known_as(weights)}, computing in {computes}", file=sys.stderr, flush=True)
     frozen = source.model.requires_grad_(False)
     model, optimizer = wrap(frozen, AdamW(), memory=config.memory, precision=source.precision, tiles=source.tiles)
     try:
@@ -152,10 +153,9 @@ def _places(config: GenerateConfig) -> tuple[Path, Path]:
 
     if (file := gguf_in(config.source)) is not None:
         return file, file
-    run_dir = RunDir(config.source)
-    weights = run_dir.named_or_itself(config.checkpoint)
+    weights = RunDir(config.source).named_or_itself(config.checkpoint)
     if weights != config.source:
-        return weights, run_dir.tokenizer
+        return weights, RunDir(weights.parent.parent).tokenizer
     if is_hub_name(str(config.source)) and (directory := model_directory(str(config.source))) is not None:
         return directory, directory
     if (config.source / "config.json").is_file():

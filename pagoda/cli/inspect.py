@@ -9,15 +9,15 @@ from rich.console import Console
 
 from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.config.commands import InspectConfig
+from pagoda.console import say
 from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
-from pagoda.memory.identity import MANIFEST
+from pagoda.memory.identity import MANIFEST, STATE
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.commits import Commit
 from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.memory.ssd.orphans import why_orphaned
 from pagoda.memory.ssd.record import StoreRecord, stores_in, unknown_in
 from pagoda.train.config import TrainConfig
-from pagoda.train.progress import say
 from pagoda.train.resume import CONFIG
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 
@@ -29,12 +29,14 @@ def run(config: InspectConfig, console: Console) -> int:
     if not config.directory.is_dir():
         what = "of a run, of a checkpoint, or of pages (--memory.ssd)"
         raise ConfigError(f"{config.directory} is not a directory: name the one {what}")
-    if (config.directory / MANIFEST).exists():
-        return _DAMAGED if _show_checkpoint(config.directory, config.verify, console) else 0
+    for inner in (config.directory, config.directory / STATE):
+        if (inner / MANIFEST).exists():
+            return _DAMAGED if _show_checkpoint(inner, config.verify, console) else 0
     run = RunDir(config.directory)
     checkpoints = run.all_checkpoints()
     if checkpoints:
-        found = sum(_show_checkpoint(c.path, config.verify, console) for c in checkpoints)
+        found = sum(_show_checkpoint(c.state, config.verify, console) for c in checkpoints)
+        found += sum(_show_seal(c, console) for c in checkpoints) if config.verify else 0
         found += _show_config(run, checkpoints, console) if config.verify else 0
         return _DAMAGED if found else 0
     damaged = 0
@@ -63,6 +65,18 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
     return _report(console, "  ", found, "every tensor is as it was written" if verify else None)
 
 
+def _show_seal(checkpoint: RunCheckpoint, console: Console) -> int:
+    """Print what is wrong with the trainer's files of a checkpoint. Returns 1 if something is."""
+    from pagoda.integrations import seals
+
+    try:
+        seals.check(checkpoint.path)
+    except CheckpointError as error:
+        say(console, f"  {error}")
+        return 1
+    return 0
+
+
 def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Console) -> int:
     """Print whether config.json is what the run's checkpoints were saved with. Returns the number of checkpoints that
     differ."""
@@ -82,7 +96,7 @@ def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Con
 def _started(checkpoint: RunCheckpoint) -> tuple[RunCheckpoint, TrainConfig] | None:
     """The configuration that `pagoda train` saved with a checkpoint. None if there is none or it cannot be read."""
     try:
-        with SavedCheckpoint(checkpoint.path, all_pages=False) as opened:
+        with SavedCheckpoint(checkpoint.state, all_pages=False) as opened:
             return checkpoint, TrainConfig.from_settings(opened.manifest["extra"][CONFIG])
     except (PagodaError, LookupError, TypeError):
         return None

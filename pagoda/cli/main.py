@@ -34,11 +34,11 @@ from pagoda.config.commands import (
     ReportConfig,
     RewardConfig,
 )
+from pagoda.console import FailingOnce
 from pagoda.errors import PagodaError, StorageError, unknown_name
 from pagoda.forecast.config import PlanConfig
 from pagoda.memory.sizes import directory_and_size
 from pagoda.train.config import TrainConfig, flat
-from pagoda.train.progress import FailingOnce
 
 USER_ERROR = 2
 _INTERRUPTED = 130

@@ -5,9 +5,9 @@ import os
 from rich.console import Console
 
 from pagoda.config.commands import ReportConfig
+from pagoda.console import say
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import read_regular, write_durably
-from pagoda.train.progress import say
 
 
 def run(config: ReportConfig, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""`pagoda train`: the built-in training loop."""
+"""`pagoda train`: transformers' trainer, with state in pages."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def run(config: TrainConfig, console: Console) -> int:
         refuse_early(config)
     from pagoda.budgets import compute_device
     from pagoda.process import keep_freed_memory
-    from pagoda.train.loop import run as train
+    from pagoda.train.assembly import run as train
 
     if compute_device(config.memory).type == "cpu":
         keep_freed_memory()

@@ -19,21 +19,24 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from pagoda.api import plan_of
+from pagoda.checkpoint.pending import DiskRoom, OnError, PendingCheckpoint
+from pagoda.console import say
 from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
 from pagoda.integrations.settings import record
-from pagoda.integrations.staging import STATE, Staged, check_replaceable, delete, delete_remains, removable
-from pagoda.memory.identity import partial
+from pagoda.integrations.staging import Staged, check_replaceable, delete, delete_remains, removable
+from pagoda.integrations.states import numbered
+from pagoda.memory.identity import STATE, partial
 from pagoda.memory.sizes import format_bytes
+from pagoda.mesh.sharing import from_all, from_first
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.traffic import bytes_written_to_ssd
-from pagoda.train.pending import DiskRoom, OnError, PendingCheckpoint
-from pagoda.train.progress import say
-from pagoda.train.ranks import from_all, from_first
 
 _BEGUN = "checkpoint-is-incomplete.txt"
 """What transformers writes before a checkpoint of `enable_jit_checkpoint`, and deletes after it, as a seal does."""
+_OF_FILES = "iostream error", "PytorchStreamWriter"
+"""In errors of torch.save."""
 _log = logging.getLogger("pagoda")
 
 
@@ -101,7 +104,7 @@ class Checkpoints:
             states = [path / STATE for path in (*now.replaced, *same)]
             self.optimizer.save_checkpoint(
                 now.staged.state,
-                record(trainer),
+                self._record(),
                 wait=False,
                 replaces=states,
                 on_error=on_error,
@@ -115,41 +118,53 @@ class Checkpoints:
     def _write_files(self, now: _Asked, write: Callable[[], None]) -> None:
         """Let the trainer write its own files. It neither pushes them nor deletes older checkpoints."""
         trainer, args = self._trainer, self._trainer.args
-        run, first = now.staged.directory.parent, self._mesh.everyone.rank == 0
+        run = now.staged.directory.parent
         error: Exception | None = None
         try:
             from_first(self._mesh, "the directory of a checkpoint", now.staged.create)
-            self._now, args.save_total_limit, args.push_to_hub = now, None, False
-            write()
+            try:
+                self._now, args.save_total_limit, args.push_to_hub = now, None, False
+                write()
+            finally:
+                self._now, args.save_total_limit, args.push_to_hub = None, now.limit, now.pushes
+            best = run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
+            if trainer.state.best_global_step and (best == now.staged.directory or best.is_dir()):
+                trainer.state.best_model_checkpoint = str(best)
+            if self._mesh.everyone.rank == 0:  # as they are
+                torch.save(args, now.staged.path / TRAINING_ARGS_NAME)
+                trainer.state.save_to_json(str(now.staged.path / TRAINER_STATE_NAME))
         except (PagodaError, OSError) as problem:
             error = problem
-        except RuntimeError as problem:  # torch.save does not say that the disk is full
-            if shutil.disk_usage(run).free > 1 << 20:
+        except RuntimeError as problem:  # torch.save does not say that a file cannot be written
+            if not any(words in str(problem) for words in _OF_FILES) and shutil.disk_usage(run).free > 1 << 20:
                 raise
             error = StorageError(f"{now.staged.directory} could not be written: {problem}")
-        finally:
-            self._now, args.save_total_limit, args.push_to_hub = None, now.limit, now.pushes
         problems = from_all(self._mesh, "the files of a checkpoint", None if error is None else str(error))
         if any(problems):
             raise error or CheckpointError(next(filter(None, problems)))
-        best = run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
-        if trainer.state.best_global_step and (best == now.staged.directory or best.is_dir()):
-            trainer.state.best_model_checkpoint = str(best)
-        if first:  # as they are
-            torch.save(args, now.staged.path / TRAINING_ARGS_NAME)
-            trainer.state.save_to_json(str(now.staged.path / TRAINER_STATE_NAME))
+
+    def _record(self) -> dict[str, Any]:
+        """What a checkpoint says of the run, for `check_resumes` of the trainer."""
+        return record(self._trainer)
 
     def _replaced(self, now: _Asked) -> list[Path]:
-        """The older checkpoints that a new one replaces, as the trainer chooses them: all but the last ones, and the
-        best one."""
-        if self._mesh.everyone.rank or not now.limit or now.limit <= 0:
+        """The older checkpoints that a new one replaces."""
+        if self._mesh.everyone.rank:
+            return []
+        run = now.staged.directory.parent
+        every = numbered(run, f"{PREFIX_CHECKPOINT_DIR}-")
+        by_age = [path for path in map(Path, sort_checkpoints(str(run), use_mtime=True)) if path in every]
+        return removable(self._outdated([path for path in by_age if path != now.staged.directory], now))
+
+    def _outdated(self, older: list[Path], now: _Asked) -> list[Path]:
+        """Those of the `older` checkpoints, by age, that are not kept. The trainer keeps the last ones and the best
+        one."""
+        if not now.limit or now.limit <= 0:
             return []
         best = now.state.best_model_checkpoint
         kept = {now.staged.directory} | ({Path(best)} if best is not None else set())
-        older = map(Path, sort_checkpoints(str(now.staged.directory.parent), use_mtime=True))
-        every = [path for path in older if path != now.staged.directory]
-        excess = len(every) + 1 - max(now.limit, len(kept))
-        return removable([path for path in every if path not in kept][: max(0, excess)])
+        excess = len(older) + 1 - max(now.limit, len(kept))
+        return [path for path in older if path not in kept][: max(0, excess)]
 
     def _ended(self, now: _Asked, error: Exception | None) -> None:
         """Do what follows once a checkpoint is complete, or could not be written."""
@@ -185,11 +200,14 @@ class Checkpoints:
             trainer._save_checkpoint(trainer.model, None)
         self._pending.finish(self._trainer.received)
         if self.stopped_by is not None and trainer.state.global_step < trainer.state.max_steps:
-            say(
-                self._console,
-                f"Interrupted after step {trainer.state.global_step}. Continue with: "
-                "trainer.train(resume_from_checkpoint=True)",
-            )
+            self._say_how_to_continue()
+
+    def _say_how_to_continue(self) -> None:
+        say(
+            self._console,
+            f"Interrupted after step {self._trainer.state.global_step}. Continue with: "
+            "trainer.train(resume_from_checkpoint=True)",
+        )
 
     def keep_best_alone(self, trial: Any) -> None:
         """Delete the last checkpoint if it is not the best one and `save_total_limit` is 1, as the trainer does at the
@@ -197,8 +215,8 @@ class Checkpoints:
         trainer, best = self._trainer, self._trainer.state.best_model_checkpoint
         if self._mesh.everyone.rank or best is None or trainer.args.save_total_limit != 1:
             return
-        others = [Path(path) for path in sort_checkpoints(trainer._get_output_dir(trial)) if path != str(Path(best))]
-        for path in removable(others):
+        every = numbered(Path(trainer._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-")
+        for path in removable([path for path in every if path != Path(best)]):
             self._delete(path)
 
     def after_step(self, control: Any) -> None:

@@ -1,14 +1,16 @@
 """The loss of an evaluation as a mean over tokens, in addition to a trainer's own mean over rows."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagoda.mesh.mesh import Mesh
-from pagoda.train.data import IGNORED
-from pagoda.train.evaluate import bytes_of_counted
-from pagoda.train.ranks import from_all
+from pagoda.mesh.sharing import from_all
+from pagoda.prepare.sequence_parallel import IGNORED
 
 
 class TokenMean:
@@ -68,3 +70,11 @@ class TokenMean:
 
 def _nbytes(tokenizer: Any, ids: list[int]) -> int:
     return len(tokenizer.decode(ids, skip_special_tokens=True).encode())
+
+
+def bytes_of_counted(labels: npt.NDArray[np.int64], nbytes: Callable[[list[int]], int]) -> int:
+    """Bytes of the text of the tokens in `labels` [T] that the loss counts. `nbytes`: those of some ids."""
+    if not len(labels):
+        return 0
+    edges = np.flatnonzero(np.diff(labels != IGNORED)) + 1
+    return sum(nbytes(part.tolist()) for part in np.split(labels, edges) if part[0] != IGNORED)

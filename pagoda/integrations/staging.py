@@ -11,11 +11,8 @@ from pagoda.checkpoint.paged import with_ranks
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.integrations import seals
 from pagoda.memory.files import TEMPORARY, storage_errors, sync_directory
-from pagoda.memory.identity import partial, removed, unfinished
+from pagoda.memory.identity import STATE, partial, removed, unfinished
 from pagoda.memory.lock import Lock
-
-STATE = "pagoda"
-"""Directory inside such a directory: Pagoda's own checkpoint, from which a run resumes."""
 
 
 class Staged:

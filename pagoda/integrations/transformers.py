@@ -25,12 +25,13 @@ from pagoda.integrations.checkpoints import Checkpoints, SavingCallback
 from pagoda.integrations.evaluation import TokenMean
 from pagoda.integrations.paging import Paging, hand_over, optimizer_of
 from pagoda.integrations.settings import check_resumes
-from pagoda.integrations.staging import STATE, name_complete
+from pagoda.integrations.staging import name_complete
 from pagoda.integrations.states import adapter_state, exported_into, numbered
 from pagoda.integrations.vllm import check_adapters, stream_weights
+from pagoda.memory.identity import STATE
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.stats import StepStats
-from pagoda.train.signals import first_signal
+from pagoda.signals import first_signal
 
 _SCHEDULER = "scheduler.pt"
 _OF_ANOTHER_TRAINER = (
@@ -129,10 +130,13 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
             self.optimizer = self._taken_over(self.optimizer)
         paged: PagedOptimizer = self.optimizer
         if self._paged is not paged:
-            self._paged, self.checkpoints = paged, Checkpoints(self, paged)
+            self._paged, self.checkpoints = paged, self._checkpoints_of(paged)
         adopt(self.accelerator, self.model, paged)
         self.optimizer._is_accelerate_prepared = True  # type: ignore[union-attr]
         return super()._wrap_model(model, training, *args, **kwargs)
+
+    def _checkpoints_of(self, optimizer: PagedOptimizer) -> Checkpoints:
+        return Checkpoints(self, optimizer)
 
     def _taken_over(self, optimizer: Any) -> PagedOptimizer:
         args, model = self.args, self.model
@@ -312,8 +316,12 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
                     self.checkpoints.end()
                 raise
         if self.checkpoints is not None and self.checkpoints.stopped_by is not None:
-            signal.raise_signal(self.checkpoints.stopped_by)
+            self._end_by(self.checkpoints.stopped_by)
         return found
+
+    def _end_by(self, number: int) -> None:
+        """Let a signal have its usual effect, after the run has ended."""
+        signal.raise_signal(number)
 
     def _explain(self, name: str) -> str:
         if self.checkpoints is None:
@@ -353,8 +361,12 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check that there is state to resume from. It is loaded after the model is wrapped."""
         with _can_resume(resume_from_checkpoint):
-            check_resumes(self, Path(resume_from_checkpoint, STATE))
+            self._check_resumes(Path(resume_from_checkpoint, STATE))
             seals.check(Path(resume_from_checkpoint))
+
+    def _check_resumes(self, state: Path) -> None:
+        """Raises ConfigError or CheckpointError if the run cannot go on from a checkpoint's state."""
+        check_resumes(self, state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

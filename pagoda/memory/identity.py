@@ -17,6 +17,8 @@ from pathlib import Path
 from pagoda.memory.files import inside, read_regular
 
 MANIFEST = "manifest.json"
+STATE = "pagoda"
+"""Directory inside a checkpoint of a framework: Pagoda's own, from which a run resumes."""
 CHECKPOINT_ID = re.compile(r"[0-9a-f]{32}")
 PARTIAL_MARK = ".pagoda-partial"
 """The file that marks a partial directory as Pagoda's. It has the checkpoint's id and the directory's inode number."""

@@ -1,4 +1,4 @@
-"""The built-in training loop on top of `pagoda.wrap`: configuration, text, metrics, progress, resuming."""
+"""`pagoda train`: configuration, data, metrics and resuming around transformers' trainer."""
 
 from pagoda.train.config import OptimConfig, TrainConfig
 
@@ -6,14 +6,14 @@ __all__ = ["OptimConfig", "TrainConfig", "TrainResult", "run"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from pagoda.train.loop import run
-    from pagoda.train.steps import TrainResult
+    from pagoda.train.assembly import run
+    from pagoda.train.callbacks import TrainResult
 
 
 def __getattr__(name: str) -> object:
     """Imports the loop, and with it torch, at first use: reading a configuration needs neither."""
     if name in ("TrainResult", "run"):
-        from pagoda.train import loop, steps
+        from pagoda.train import assembly, callbacks
 
-        return loop.run if name == "run" else steps.TrainResult
+        return assembly.run if name == "run" else callbacks.TrainResult
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

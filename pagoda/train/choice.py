@@ -10,6 +10,7 @@ from rich.console import Console
 from pagoda.budgets import compute_device
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.config.run import Run
+from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
@@ -18,11 +19,10 @@ from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.model_description import widths
 from pagoda.forecast.record import timeline_record
 from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.sharing import from_first
 from pagoda.plan.activations import recomputes
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.config import TrainConfig
-from pagoda.train.progress import say
-from pagoda.train.ranks import from_first
 
 
 def chunks_loss(config: TrainConfig, model: Any) -> bool:

@@ -37,8 +37,11 @@ _FREE_ON_RESUME = frozenset(
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
-Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
-"""A tracker of accelerate, by the name of its package."""
+TrackerName = Literal[
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab",
+    "tensorboard", "trackio", "wandb",
+]  # fmt: skip
+"""A tracker of transformers."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 EVALUATIONS, EVAL_ROWS = 10, 256
@@ -165,12 +168,13 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     config: Path | None = None
     """File with settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
     resume_from_checkpoint: str | None = None
-    """Continue the run in --output-dir from a checkpoint: last, best (by evaluation), or its name, such as step-000100.
-    Later ones are kept under other names. Settings that are not given keep their values. With last, the run starts from
-    its first step if it has no checkpoint yet, and if --output-dir has no run yet and --model is given, it begins."""
-    report_to: tuple[Tracker, ...] = ()
-    """Trackers that get the metrics too. tensorboard and aim write into the run directory. The others get the run's
-    name, and the project of their variable, such as WANDB_PROJECT."""
+    """Continue the run in --output-dir from a checkpoint: last, best (by evaluation), or its name, such as
+    checkpoint-100. Later ones are kept under other names. Settings that are not given keep their values. With last, the
+    run starts from its first step if it has no checkpoint yet, and if --output-dir has no run yet and --model is given,
+    it begins."""
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that get the metrics too, as in transformers' trainer, with its variables such as WANDB_PROJECT.
+    tensorboard writes into the run directory."""
     verbose: bool = False
     """Print the reasons for the plan, too. They are in plan.json and in the report as well."""
     save_at_end: bool = True
@@ -209,7 +213,8 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
         if self.early_stopping_patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--early-stopping-patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
-        require({*self.report_to} <= {*get_args(Tracker)}, "report_to", self.report_to, f"some of {get_args(Tracker)}")
+        names = get_args(TrackerName)
+        require({*self.report_to} <= {*names}, "report_to", self.report_to, f"some of {names}")
         if self.lora_r is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora-r")
         if self.pipeline_parallel > 1 and self.plan == "search":
@@ -235,6 +240,16 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     def evaluates_every(self) -> int:
         """Steps from one evaluation to the next."""
         return self.eval_steps or max(1, math.ceil(self.max_steps / EVALUATIONS))
+
+    def ranks_with_batches(self, ranks: int) -> int:
+        """Number of ranks, or of groups of ranks that divide sequences, that have batches of their own, of `ranks` that
+        do not divide layers. Raises ConfigError if ranks are left over."""
+        if ranks % self.sequence_parallel:
+            raise ConfigError(
+                f"--sequence-parallel is {self.sequence_parallel}, which does not divide the {ranks} ranks: start "
+                f"torchrun with --nproc-per-node {self.sequence_parallel}, or a multiple of it"
+            )
+        return ranks // self.sequence_parallel
 
     def settings(self) -> dict[str, Any]:
         """All settings in JSON's types. `from_settings` reads them into an equal configuration."""

@@ -13,17 +13,18 @@ number of steps done (`first_step`, and `first_sample` if the number of ranks ha
 a library's random generator, on earlier batches or on the memory split.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Dataset
 
 from pagoda.errors import ConfigError
+from pagoda.prepare.sequence_parallel import IGNORED
 from pagoda.train.tokens import Tokens
 
-IGNORED = -100
-"""The label of a token that the loss does not count."""
 _HELD_OUT = 1 << 32
 """Stands for an epoch in the key of the order that chooses the held-out rows."""
 _FEISTEL_ROUNDS = 6
@@ -155,7 +156,7 @@ def _whole_documents(tokens: Tokens, length: int, packs: bool) -> Rows:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Batches:
+class Batches(Dataset[dict[str, torch.Tensor]]):
     """The batches of a run: rows in a keyed order, which the module's docstring defines."""
 
     rows: Rows
@@ -198,9 +199,20 @@ class Batches:
             result[chosen] = _permuted(positions[chosen], count, (self.seed, int(epoch)))
         return result
 
-    def batch(self, step: int, index: int = 0) -> dict[str, torch.Tensor]:
-        """The model's arguments in forward pass `index` of step `step` (both from 0)."""
-        return self.of_rows(self.row_indices(step, index))
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, chosen: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """See `of_rows`. A DataLoader calls this, as of any data set."""
+        return self.of_rows(chosen)
+
+    def order(self, first: int, steps: int, at_once: int = 1) -> Iterator[npt.NDArray[np.int64]]:
+        """The rows of all forward passes of the steps from `first` (from 0) to before `steps`, `at_once` passes
+        together."""
+        for step in range(first, steps):
+            passes = [self.row_indices(step, index) for index in range(self.gradient_accumulation_steps)]
+            for start in range(0, len(passes), at_once):
+                yield np.concatenate(passes[start : start + at_once])
 
     def of_rows(self, chosen: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """`input_ids` and `labels` of rows, and `position_ids` if documents are kept apart, each int64 [B, T].
@@ -213,17 +225,18 @@ class Batches:
             found["position_ids"] = torch.from_numpy(self.rows.positions(chosen))
         return found
 
-    def targets(self, labels: torch.Tensor) -> int:
-        """Number of tokens in a batch that the loss counts, but at least 1."""
-        return max(1, int(labels[:, 1:].ne(IGNORED).sum()))
-
     def targets_of_step(self, step: int) -> int:
         """Number of tokens in all forward passes of a step, on all ranks, that the loss counts."""
         about = self.rows.tokens.about
         if not about.separates and about.targets == about.tokens:  # then the loss counts as many tokens of every row
             return self.samples_per_step * (self.rows.length - 1)
         passes = [(index, rank) for index in range(self.gradient_accumulation_steps) for rank in range(self.ranks)]
-        return sum(self.targets(self.of_rows(self.row_indices(step, *each))["labels"]) for each in passes)
+        return sum(counted(self.of_rows(self.row_indices(step, *each))["labels"]) for each in passes)
+
+
+def counted(labels: torch.Tensor) -> int:
+    """Number of tokens in a batch that the loss counts, but at least 1."""
+    return max(1, int(labels[:, 1:].ne(IGNORED).sum()))
 
 
 def _permuted(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:

@@ -13,6 +13,7 @@ from pagoda.calibrate.matmul import usual_precision
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.config.memory import FIRST_SHARE
 from pagoda.config.reading import Reading, names_of
+from pagoda.console import say
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import MALLOC, activations_of
 from pagoda.forecast.config import PlanConfig
@@ -21,12 +22,11 @@ from pagoda.forecast.step_size import TOKENS_PER_STEP, sequences_at_once
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.sharing import from_first
 from pagoda.mesh.world import may_be_restarted, was_restarted
 from pagoda.models.build import model_directory, positions_of
 from pagoda.train.config import EVAL_ROWS, EVALUATIONS, TrainConfig
 from pagoda.train.data import Rows
-from pagoda.train.progress import say
-from pagoda.train.ranks import from_first, ranks_with_batches
 from pagoda.train.run_dir import LAST, RunDir, unused
 from pagoda.train.seen import many
 from pagoda.train.sources import STDLIB
@@ -72,7 +72,7 @@ def completed(config: TrainConfig, data: DataSets, mesh: Mesh, console: Console)
                 started = run_dir.continued_config([name for name in mine if mine[name] == theirs.get(name)])
                 return replace(started, output_dir=run_dir.path, trace=asked.trace), []
             run_dir.check_free()
-        return _chosen(asked, ranks_with_batches(asked, mesh), data)
+        return _chosen(asked, asked.ranks_with_batches(mesh.ranks.data_parallel), data)
 
     chosen, reasons = from_first(mesh, "the choice of settings", choices)
     say(console, *(f"Chosen: {reason}" for reason in reasons))

@@ -37,14 +37,14 @@ def refuse_early(config: TrainConfig, ranks: int = 1, again: bool = False) -> No
 
 
 def _check_packages(config: TrainConfig) -> None:
+    check_installed("accelerate", "pagoda train needs accelerate: pip install 'pagoda-train[train]'")
     if (bits := config.quantized_format) is not None:
         check_installed(PACKAGES[bits], needs_package(bits))
     if config.lora_r is not None:
         check_installed("peft", NO_PEFT)
     for name in config.report_to:
-        for package in ("accelerate", name):
-            install = f"pip install 'pagoda-train[accelerate]' {name}"
-            check_installed(package, f"--report-to {name} needs accelerate and {name}: {install}")
+        package = {"azure_ml": "azureml", "flyte": "flytekit"}.get(name, name)
+        check_installed(package, f"--report-to {name} needs {package}: pip install {package}")
 
 
 def _check_directories(memory: Memory, ranks: int) -> None:

@@ -2,19 +2,19 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from pagoda.integrations.evaluation import bytes_of_counted
 from pagoda.mesh.mesh import Mesh
-from pagoda.train.data import IGNORED, Batches
+from pagoda.mesh.sharing import from_all
+from pagoda.train.data import Batches, counted
 from pagoda.train.metrics import Entry, read_evaluations
-from pagoda.train.ranks import from_all
-from pagoda.train.session import Session
+from pagoda.train.passes import Passes
 from pagoda.train.tokenizer import Tokenizer
 
 
@@ -58,19 +58,19 @@ class Evaluator:
         calls = -(-count // (batches.batch_size * batches.ranks))
         self._mine = np.array_split(np.arange(batches.rank, count, batches.ranks), calls)
 
-    def measure(self, session: Session, step: int) -> Evaluation:
+    def measure(self, passes: Passes, step: int) -> Evaluation:
         """The loss after `step` steps, the same on every rank."""
         started = time.perf_counter()
         total = 0.0
-        counted = 0
+        count = 0
         for chosen in self._mine:
             batch = self._batches.of_rows(chosen if len(chosen) else np.zeros(1, np.int64))
-            count = self._batches.targets(batch["labels"])
-            loss = session.loss(batch)
+            tokens = counted(batch["labels"])
+            loss = passes.loss(batch)
             if len(chosen) and loss is not None:
-                total += loss * count
-                counted += count
-        every = from_all(self._mesh, "an evaluation", (total, counted))
+                total += loss * tokens
+                count += tokens
+        every = from_all(self._mesh, "an evaluation", (total, count))
         found = every[-self._mesh.size :: self._mesh.ranks.tensor_parallel]
         counts = sum(count for _, count in found)
         tokens, loss = counts // self._divided, math.fsum(part for part, _ in found) / counts
@@ -93,14 +93,6 @@ def _text_bytes(batches: Batches, tokenizer: Tokenizer) -> int:
         labels = batches.of_rows(np.array([row]))["labels"][0, 1:].numpy()
         nbytes += bytes_of_counted(labels, tokenizer.nbytes)
     return nbytes
-
-
-def bytes_of_counted(labels: npt.NDArray[np.int64], nbytes: Callable[[list[int]], int]) -> int:
-    """Bytes of the text of the tokens in `labels` [T] that the loss counts. `nbytes`: those of some ids."""
-    if not len(labels):
-        return 0
-    edges = np.flatnonzero(np.diff(labels != IGNORED)) + 1
-    return sum(nbytes(part.tolist()) for part in np.split(labels, edges) if part[0] != IGNORED)
 
 
 def read_losses(path: Path, until: int, data: str) -> list[tuple[int, float]]:

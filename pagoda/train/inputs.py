@@ -10,17 +10,17 @@ from torch import nn
 
 from pagoda.budgets import compute_device
 from pagoda.config.reading import Data
+from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.sharing import from_all, from_first
 from pagoda.prepare.documents import SHORT_TOKENS, attend_by_document, mask_bytes, window_of
 from pagoda.train.config import EVAL_ROWS, TrainConfig
 from pagoda.train.data import Batches, Rows
-from pagoda.train.progress import say
-from pagoda.train.ranks import from_all, from_first, ranks_with_batches
+from pagoda.train.passes import Passes
 from pagoda.train.seen import many
-from pagoda.train.session import Session
 from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import DataSets, Tokens
 
@@ -76,7 +76,7 @@ def batches_of(
         seed=config.seed,
         positions=tokens.about.separates and takes_positions,
         rank=mesh.batch_index // config.sequence_parallel,
-        ranks=ranks_with_batches(config, mesh),
+        ranks=config.ranks_with_batches(mesh.ranks.data_parallel),
     )
     if evaluated is None:
         return batches, None
@@ -103,43 +103,44 @@ def example(rows: Rows, tokenizer: Tokenizer) -> list[str]:
     return ["Example, with what the loss counts between « and »:", *lines[:_SHOWN_LINES], *rest]
 
 
-def keep_apart(session: Session, evaluated: Batches | None, mesh: Mesh, console: Console) -> Batches | None:
-    """Keep the positions of batches, which start again with each document, only if the model then keeps documents
-    apart. Prints whether it does. Returns the batches to evaluate on, which are treated like those of the session.
+def keep_apart(
+    passes: Passes, batches: Batches, evaluated: Batches | None, mesh: Mesh, console: Console
+) -> tuple[Batches, Batches | None]:
+    """The batches to train and to evaluate on. They keep positions that start again with each document only if the
+    model then keeps documents apart. Prints whether it does.
 
     Raises ConfigError if attention would need a mask of tokens times tokens for which there is no memory.
     """
-    batches = session.batches
     separates = batches.rows.tokens.about.separates
-    crosses = not batches.positions or any(from_all(mesh, "whether documents stay apart", _crosses(session)))
+    crosses = not batches.positions or any(from_all(mesh, "whether documents stay apart", _crosses(passes, batches)))
     if separates and crosses:
         why = "reads earlier documents, even if positions start again" if batches.positions else "takes no position_ids"
         say(console, f"Documents: the model {why}, so attention crosses from document to document")
-        session.batches = replace(batches, positions=False)
+        batches = replace(batches, positions=False)
         evaluated = evaluated and replace(evaluated, positions=False)
-    _keep_masks_small(session)
+    _keep_masks_small(passes, batches)
     if separates and not crosses:
         say(console, "Documents: attention ends where a document does")
-    return evaluated
+    return batches, evaluated
 
 
-def _keep_masks_small(session: Session) -> None:
+def _keep_masks_small(passes: Passes, batches: Batches) -> None:
     """Let documents of long rows attend without a mask of tokens times tokens.
 
     Raises ConfigError if such a mask is needed and there is no memory for it.
     """
-    batches, tokens = session.batches, session.batches.rows.length
-    window = window_of(session.model.config.get_text_config(), tokens)  # type: ignore[operator, union-attr]
+    tokens = batches.rows.length
+    window = window_of(passes.model.config.get_text_config(), tokens)  # type: ignore[operator, union-attr]
     why = None if window is None else f"the model has layers that attend in a window of {window:,} tokens"
     if batches.positions and tokens > SHORT_TOKENS:
         try:
-            attend_by_document(session.model)
+            attend_by_document(passes.model)
         except ConfigError as refusal:
             why = str(refusal)
     if why is None:
         return
-    itemsize = 4 if session.config.precision == "fp32" else 2
-    room, needed = _free_of_compute(session), mask_bytes(batches.batch_size * tokens, tokens, itemsize)
+    itemsize = 4 if passes.config.precision == "fp32" else 2
+    room, needed = _free_of_compute(passes.config), mask_bytes(batches.batch_size * tokens, tokens, itemsize)
     if needed > room:
         most = int(tokens * (room / needed) ** 0.5)
         raise ConfigError(
@@ -148,20 +149,20 @@ def _keep_masks_small(session: Session) -> None:
         )
 
 
-def _free_of_compute(session: Session) -> int:
+def _free_of_compute(config: TrainConfig) -> int:
     """Free bytes of the memory of compute."""
-    if compute_device(session.config.memory).type == "cuda":
+    if compute_device(config.memory).type == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return free_ram()
 
 
-def _crosses(session: Session) -> bool:
+def _crosses(passes: Passes, batches: Batches) -> bool:
     """Whether a model's logits in a document depend on the document before it.
 
     The model reads two short documents together, then again with other tokens in the first one. Its logits in the
     second one must stay the same, except for rounding: experts that get another number of tokens may round differently.
     """
-    rows = session.batches.rows
+    rows = batches.rows
     length = min(_PROBED, rows.length // 2)
     stored = rows.tokens.ids[: 1 << 16].astype(np.int64)
     known = np.unique(np.where(stored < 0, ~stored, stored))
@@ -169,14 +170,14 @@ def _crosses(session: Session) -> bool:
     ids[1, :length] = np.resize(np.roll(known, len(known) // 2), length)
     if (ids[0] == ids[1]).all():
         return False
-    shape = session.batches.batch_size, 2 * length
+    shape = batches.batch_size, 2 * length
     places = torch.arange(length).repeat(2).expand(shape)
     one, other = ({"input_ids": torch.tensor(row).expand(shape), "position_ids": places} for row in ids)
-    logits, others = session.logits(one), session.logits(other)
+    logits, others = passes.logits(one), passes.logits(other)
     if logits is None or others is None:  # the last stage of a pipeline compares them
         return False
     changes = (logits - others)[0].abs().mean(dim=-1)
-    limit = _ROUNDING if session.config.precision == "fp32" else _ROUNDING_16
+    limit = _ROUNDING if passes.config.precision == "fp32" else _ROUNDING_16
     return not float(changes[length:].max()) <= limit * float(changes[:length].mean())
 
 

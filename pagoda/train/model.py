@@ -8,6 +8,7 @@ from torch import nn
 
 from pagoda.budgets import compute_device
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
+from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.build import model_directory
@@ -18,7 +19,6 @@ from pagoda.prepare.deferred_logits import chunked_loss
 from pagoda.prepare.quantize import quantize_experts, quantize_layers, targets_of
 from pagoda.train.choice import chunks_loss
 from pagoda.train.config import TrainConfig
-from pagoda.train.progress import say
 
 
 def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files: bool) -> nn.Module:

@@ -1,6 +1,6 @@
-"""How a model runs: the forward and backward passes of a step, and those of an evaluation."""
+"""How a model runs: forward and backward of a batch, and forward alone in an evaluation."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,28 +12,30 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.prepare.lookups import device_of
 from pagoda.prepare.sequence_parallel import SequenceRanks
 from pagoda.train.config import TrainConfig
+from pagoda.train.data import counted
 
 Batch = dict[str, torch.Tensor]
 """The model's arguments in a pass."""
-MicroBatches = Iterable[tuple[Batch, float]]
-"""The batch of each pass, with the divisor of its loss."""
 T = TypeVar("T")
 
 
 class Losses(NamedTuple):
-    """The losses of a step. The device may still be computing them."""
+    """The losses of a batch. The device may still be computing them."""
 
     loss: torch.Tensor
-    """Sum over its passes, each loss divided by its divisor. NaN if another stage computes it."""
+    """The part of the batch in the step's loss. NaN if another stage computes it."""
     balance: torch.Tensor | None = None
-    """Mean load-balancing loss without its coefficient, if the model has one."""
+    """Load-balancing loss without its coefficient, if the model has one."""
 
 
 class Passes:
-    """Runs one pass after another."""
+    """Runs a whole model."""
+
+    batches_at_once = 1
+    """Micro-batches of a step that `train` gets as one batch."""
 
     def __init__(self, config: TrainConfig, model: nn.Module, optimizer: PagedOptimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.config, self.model, self.optimizer = config, model, optimizer
         self.device = device_of(model)
         self._name = config.model
         self.sequences: SequenceRanks | None = None
@@ -41,16 +43,12 @@ class Passes:
         self._ran = False
         """Whether the model has run in training mode."""
 
-    def train(self, micro_batches: MicroBatches) -> Losses:
-        """Forward and backward of a step."""
-        total = torch.zeros((), device=self.device)
-        figures: list[torch.Tensor] = []
-        for batch, divisor in micro_batches:
-            output = self._whole(self.moved(batch))
-            self.optimizer.scale(output.loss / divisor).backward()  # type: ignore[no-untyped-call]
-            total += output.loss.detach().float() / divisor
-            figures += _balance_of(output)
-        return Losses(total, torch.stack(figures).mean() if figures else None)
+    def train(self, batch: Batch, targets: float) -> Losses:
+        """Forward and backward. `targets`: tokens that the loss of the step counts, a rank."""
+        divisor = targets / counted(batch["labels"])  # each token of the step has the same weight in the loss
+        output = self._whole(self.moved(batch))
+        self.optimizer.scale(output.loss / divisor).backward()  # type: ignore[no-untyped-call]
+        return Losses(output.loss.detach().float() / divisor, _balance_of(output))
 
     def evaluate(self, batch: Batch, read: Callable[[Any], T]) -> T | None:
         """What `read` returns for the model's output, in evaluation mode, without gradients and without a router's
@@ -62,6 +60,15 @@ class Passes:
                 return self.output(self.moved(batch), read, **asked)
         finally:
             self.model.train()
+
+    def loss(self, batch: Batch) -> float | None:
+        """The loss of a batch in evaluation mode. None if another stage has it."""
+        return self.evaluate(batch, lambda output: float(output.loss.item()))
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """The logits of a batch in evaluation mode, fp32 on the CPU: [B, T, vocabulary]. None if another stage has
+        them."""
+        return self.evaluate(batch, lambda output: (output.logits + 0).float().cpu())
 
     def output(self, batch: Batch, read: Callable[[Any], T], **asked: bool) -> T | None:
         """What `read` returns for the model's output. None if another stage has the output."""
@@ -93,7 +100,7 @@ class Passes:
         return output
 
 
-def _balance_of(output: Any) -> list[torch.Tensor]:
-    """The load-balancing loss in a model's output, without its coefficient. Empty if there is none."""
+def _balance_of(output: Any) -> torch.Tensor | None:
+    """The load-balancing loss in a model's output, without its coefficient."""
     found = getattr(output, "aux_loss", None)
-    return [found.detach().float().mean()] if isinstance(found, torch.Tensor) else []
+    return found.detach().float().mean() if isinstance(found, torch.Tensor) else None

@@ -15,7 +15,8 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.optim.rule import DTYPES
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.config import TrainConfig
-from pagoda.train.passes import Batch, Losses, MicroBatches, Passes
+from pagoda.train.data import counted
+from pagoda.train.passes import Batch, Losses, Passes
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class StagePasses(Passes):
     def __init__(self, config: TrainConfig, model: nn.Module, optimizer: PagedOptimizer, mesh: Mesh) -> None:
         """`model`: reduced by `to_stage`, and wrapped."""
         super().__init__(config, model, optimizer)
+        self.batches_at_once = config.gradient_accumulation_steps
         self._stage, stages, self._group = mesh.pipeline_stage, mesh.ranks.pipeline_parallel, mesh.pipeline
         self._first, self._last = self._stage == 0, self._stage == stages - 1
         self._width: int = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
@@ -51,10 +53,12 @@ class StagePasses(Passes):
         )
         self._total = torch.full((), nan, device=self.device)
 
-    def train(self, micro_batches: MicroBatches) -> Losses:
-        batches, divisors = zip(*micro_batches, strict=True)
-        batch = self.moved({name: torch.cat([each[name] for each in batches]) for name in batches[0]})
-        ids, given = self._taken(batch)
+    def train(self, batch: Batch, targets: float) -> Losses:
+        divisors = [
+            targets / counted(labels)
+            for labels in torch.split(batch["labels"], self.config.per_device_train_batch_size)
+        ]
+        ids, given = self._taken(self.moved(batch))
         if self._last:
             self._total = torch.zeros((), device=self.device)
             given["target"] = torch.tensor(divisors, dtype=torch.float64)

@@ -9,12 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from pagoda.checkpoint import reader
+from pagoda.console import say
 from pagoda.errors import CheckpointError, ConfigError, StorageError
+from pagoda.integrations import seals
+from pagoda.integrations.staging import name_complete
 from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.sharing import from_all, from_first
 from pagoda.train.config import TrainConfig
-from pagoda.train.progress import say
-from pagoda.train.ranks import from_all, from_first, ranks_with_batches
-from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, locked, names_of, unused
+from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, PREFIX, RunCheckpoint, RunDir, locked, names_of, unused
 
 CHAT = "chat"
 """Key in the same place: whether the data are conversations."""
@@ -31,6 +33,8 @@ class Beginning:
 
     checkpoint: RunCheckpoint | None = None
     """None if the run begins with its first step."""
+    samples: int = 0
+    """Sequences that it has read."""
     later: tuple[tuple[RunCheckpoint, Path], ...] = ()
     """Later checkpoints, which are damaged or which the user left behind, each with its new name. They are renamed when
     the run first writes."""
@@ -72,6 +76,7 @@ def begin(
             run_dir.check_free()
             return None
         config.check_resumes(run_dir.started_config())
+        name_complete(run_dir.path, PREFIX)
         every = run_dir.all_checkpoints()
         return every, [run_dir.named(config.resume_from_checkpoint or LAST)] if named else every[::-1]
 
@@ -98,7 +103,7 @@ def begin(
             ]
             if later:
                 say(console, _fallback(checkpoint, later, problems))
-            return Beginning(checkpoint, tuple(later))
+            return Beginning(checkpoint, extra["samples"], tuple(later))
         problems.append(problem)
     lines = _numbered(candidates, problems)
     if named:
@@ -115,7 +120,9 @@ def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> 
     ranks."""
     problem, extra, everyone = None, {}, mesh.everyone
     try:
-        with reader.SavedCheckpoint(checkpoint.path, places) as opened:
+        if everyone.rank == 0:
+            seals.check(checkpoint.path)
+        with reader.SavedCheckpoint(checkpoint.state, places) as opened:
             extra = opened.manifest["extra"]
             problem = _not_ours(extra, checkpoint.step) or next(opened.damage(everyone.rank, everyone.size), None)
     except (CheckpointError, StorageError) as error:
@@ -145,7 +152,10 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
 def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh) -> Iterator[str]:
     """A line for the console if a step has another number of sequences than before, because the number of ranks
     changed. Raises ConfigError if other settings changed it."""
-    before, each = extra[SAMPLES_PER_STEP], config.per_device_train_batch_size * ranks_with_batches(config, mesh)
+    before, each = (
+        extra[SAMPLES_PER_STEP],
+        config.per_device_train_batch_size * config.ranks_with_batches(mesh.ranks.data_parallel),
+    )
     now = each * config.gradient_accumulation_steps
     if before == now:
         return

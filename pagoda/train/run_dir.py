@@ -15,13 +15,17 @@ from pagoda.config.settings import flag
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import copy_durably, inside, make_directories, read_regular, sync_directory, write_durably
 from pagoda.memory.forms import FormError, whole, with_hash
+from pagoda.memory.identity import MANIFEST, STATE
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import read_evaluations
 from pagoda.train.settings_file import settings_as_yaml
 
 LOCK = ".pagoda-lock"
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
+PREFIX = "checkpoint-"
+_CHECKPOINT = re.compile(rf"{PREFIX}(\d+)")
+_EARLIER = "checkpoints"
+"""Directory in which earlier versions kept checkpoints."""
 LAST = "last"
 """Stands for the last checkpoint in place of a name."""
 DAMAGED, GONE_BACK = ".damaged", ".later"
@@ -36,6 +40,11 @@ class RunCheckpoint:
 
     step: int
     path: Path
+
+    @property
+    def state(self) -> Path:
+        """Pagoda's own checkpoint in it, from which a run resumes. The trainer's own files are beside it."""
+        return self.path / STATE
 
 
 class RunDir:
@@ -59,11 +68,11 @@ class RunDir:
         """What the run could not print, because its terminal was closed, its reader went away or a disk was full."""
         self.tokenizer = path / "tokenizer"
         """Copies of the tokenizer's files, for exports. Missing if text is read as bytes."""
-        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step` steps."""
-        return self.checkpoints / f"step-{step:06d}"
+        return self.path / f"{PREFIX}{step}"
 
     def check_place(self) -> None:
         """Check that the directory can be written or created. Writes nothing.
@@ -73,7 +82,7 @@ class RunDir:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise ConfigError(f"--output-dir {self.path}: {existing} is a file, not a directory")
-        inner = (self.checkpoints, self.tokenizer, self.path / "tensorboard", self.path / ".aim")
+        inner = (*(checkpoint.path for checkpoint in self.all_checkpoints()), self.tokenizer, self.tensorboard)
         if links := [path for path in inner if path.is_symlink()]:
             raise ConfigError(
                 f"--output-dir {self.path}: {links[0].name} in it is a symbolic link, and a run writes only to its "
@@ -89,7 +98,7 @@ class RunDir:
         Raises ConfigError like `check_place`, and if there is a run already, or a file that it would replace.
         """
         self.check_place()
-        run = [self.config, self.metrics, self.evals, self.samples, self.checkpoints]
+        run = [self.config, self.metrics, self.evals, self.samples, *self.path.glob(f"{PREFIX}*")]
         others = [self.settings, self.plan, self.data, self.timeline, self.tokenizer]
         if taken := [path.name for path in run + others if os.path.lexists(path)]:
             what = "a run" if self.config.exists() else "files that a run would replace"
@@ -103,6 +112,7 @@ class RunDir:
 
         Raises ConfigError if there is no run here, or if its configuration cannot be read or was edited.
         """
+        self.check_version()
         try:
             content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
         except OSError as error:
@@ -121,6 +131,14 @@ class RunDir:
             ) from error
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
+
+    def check_version(self) -> None:
+        """Raises ConfigError for a run of an earlier version."""
+        if (self.path / _EARLIER).is_dir() and self.config.exists():
+            raise ConfigError(
+                f"{self.path} is a run of an earlier version of Pagoda, which kept its state in {_EARLIER}/: export it "
+                "with that version, and begin a new run from what it exports"
+            )
 
     def foreign(self, config: TrainConfig) -> dict[str, str]:
         """Setting -> flag and value, for each class to import that is not torch's and each directory to write to that
@@ -150,15 +168,16 @@ class RunDir:
         """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""
         names: list[str] = []
         with suppress(FileNotFoundError, NotADirectoryError):
-            names = os.listdir(self.checkpoints)
+            names = os.listdir(self.path)
         steps = sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))
-        return [RunCheckpoint(step, self.checkpoint(step)) for step in steps if self.checkpoint(step).is_dir()]
+        found = [RunCheckpoint(step, self.checkpoint(step)) for step in steps]
+        return [checkpoint for checkpoint in found if checkpoint.path.is_dir()]
 
     def latest(self) -> RunCheckpoint:
         """The complete checkpoint with the most steps. Raises CheckpointError if there is none."""
         complete = self.all_checkpoints()
         if not complete:
-            raise CheckpointError(f"no complete checkpoint in {self.checkpoints}: the run stopped before its first")
+            raise CheckpointError(f"no complete checkpoint in {self.path}: the run stopped before its first")
         return complete[-1]
 
     def named(self, name: str) -> RunCheckpoint:
@@ -184,15 +203,18 @@ class RunDir:
         raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names_of(found)}")
 
     def named_or_itself(self, name: str) -> Path:
-        """The checkpoint of the run with this name, or the directory itself if it is no run.
+        """Pagoda's own checkpoint with this name in the run. If the directory is no run: the one in it, or else the
+        directory itself.
 
         Raises CheckpointError like `named`, and ConfigError if a checkpoint of no run is named.
         """
-        if self.checkpoints.is_dir() or self.metrics.exists():
-            return self.named(name).path
+        self.check_version()
+        if self.all_checkpoints() or self.metrics.exists():
+            return self.named(name).state
         if name != LAST:
             raise ConfigError(f"--checkpoint {name} names a checkpoint of a run, and {self.path} is not a run")
-        return self.path
+        inner = self.path / STATE
+        return inner if (inner / MANIFEST).is_file() else self.path
 
     def tokenizer_files(self) -> list[Path]:
         """The copies of the tokenizer's files, and folders of them. Raises ConfigError if there is a link, which could
@@ -208,7 +230,7 @@ class RunDir:
         """
         with self._writing():
             checkpoint.path.rename(name)
-            sync_directory(self.checkpoints)
+            sync_directory(self.path)
 
     def create(self, config: TrainConfig, tokenizer: Sequence[Path] = ()) -> None:
         """Create the directory, and write the configuration and the tokenizer's files, atomically and durably.
@@ -233,6 +255,11 @@ class RunDir:
             yield
         except OSError as error:
             raise ConfigError(f"--output-dir {self.path} cannot be written: {error.strerror}") from error
+
+
+def known_as(checkpoint: Path) -> Path:
+    """The directory of a checkpoint, from that of Pagoda's own checkpoint in it."""
+    return checkpoint.parent if checkpoint.name == STATE else checkpoint
 
 
 def unused(path: Path, separator: str = "") -> Path:

@@ -122,7 +122,7 @@ def generated(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(folder / "run"), str(folder / "again"), "--checkpoint", "step-000002"]) == 0
+    assert main(["export", str(folder / "run"), str(folder / "again"), "--checkpoint", "checkpoint-2"]) == 0
     model = AutoModelForCausalLM.from_pretrained(folder / "again")
     tokenizer = AutoTokenizer.from_pretrained(folder / "again")
     ids = tokenizer.apply_chat_template(
@@ -131,7 +131,7 @@ def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.Captu
     torch.manual_seed(0)
     expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=[0, 2], pad_token_id=0)
     said = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True).strip()
-    args = (str(folder / "run"), "--prompt", "What is 5?", "--checkpoint", "step-000002")
+    args = (str(folder / "run"), "--prompt", "What is 5?", "--checkpoint", "checkpoint-2")
     before = (folder / "run").stat().st_mtime_ns
     assert generated(capsys, *args) == said
     assert (folder / "run").stat().st_mtime_ns == before, "weights go from the checkpoint to pages, by no other file"
@@ -177,7 +177,7 @@ def test_the_checkpoint_and_the_precision_are_said_and_are_true(
     dtypes = {"fp32": "in torch.float32", "bf16": "in torch.bfloat16"}
     run, half = work.root / "run", tmp_path / "half"
     assert main(["export", str(run), str(half), "--dtype", "bf16"]) == 0
-    places = {run: (run / "checkpoints" / "step-000004", "fp32"), work.root / "model": (work.root / "model", "fp32")}
+    places = {run: (run / "checkpoint-4", "fp32"), work.root / "model": (work.root / "model", "fp32")}
     for source, (place, precision) in {**places, half: (half, "bf16")}.items():
         assert main(["generate", str(source), "--prompt", "a", "--max-new-tokens", "1", "--memory.host", "64MiB"]) == 0
         said = capsys.readouterr()
@@ -213,8 +213,8 @@ def test_a_chat_has_a_system_prompt_and_several_turns(
 
 
 def test_a_checkpoint_that_is_missing_is_named_with_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(folder / "run"), "--prompt", "a", "--checkpoint", "step-000003"]) == 2
-    assert "it has step-000002, step-000004" in capsys.readouterr().err
+    assert main(["generate", str(folder / "run"), "--prompt", "a", "--checkpoint", "checkpoint-3"]) == 2
+    assert "it has checkpoint-2, checkpoint-4" in capsys.readouterr().err
     assert main(["generate", str(folder / "model" / "none"), "--prompt", "a"]) == 2
     assert "neither a run nor a Hugging Face directory" in capsys.readouterr().err
 

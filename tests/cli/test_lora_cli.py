@@ -58,7 +58,7 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def last_checkpoint(root: Path) -> Path:
-    return max((root / "run" / "checkpoints").iterdir())
+    return max((root / "run").glob("checkpoint-*")) / "pagoda"
 
 
 def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,12 @@ import torch
 from files import content_of
 from safetensors.torch import save_file
 
+from pagoda.checkpoint.pending import PendingCheckpoint
 from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
-from pagoda.train.metrics import StepMetrics, read_metrics
-from pagoda.train.pending import PendingCheckpoint
-from pagoda.train.session import Session
+from pagoda.train.metrics import read_metrics
 from tests.cli.workspace import STEPS, Workspace, curve
-from tests.tiny import LLAMA, at_the_first_batch
+from tests.tiny import LLAMA, at_the_first_batch, before_step, with_metrics
 
 LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update"}
 
@@ -46,9 +44,8 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
     saved = json.loads((work.root / "run" / "config.json").read_text())
     assert (saved["max_steps"], saved["memory"]["host"]) == (STEPS, "1MiB")
     names = sorted(entry.name for entry in (work.root / "run").iterdir())
-    written = ["checkpoints", "config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
-    assert names == [*written, "trace.json"]
-    assert [entry.name for entry in (work.root / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
+    written = ["config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    assert names == [f"checkpoint-{STEPS}", *written, "trace.json"]
     shown = capsys.readouterr().out
     assert shown.index("Plan:") < shown.index(f"step 1/{STEPS}")
     for word in ("host", "ssd", "budget", "weight", "exp_avg"):
@@ -65,7 +62,7 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
 
 def test_a_run_saves_at_its_end_unless_told_not_to(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     work.train("dropped", "--no-save-at-end", max_steps=1)
-    assert not (work.root / "dropped" / "checkpoints").exists()
+    assert not [*(work.root / "dropped").glob("checkpoint-*")]
     assert "no-save" not in capsys.readouterr().out, "the user knows"
 
 
@@ -90,7 +87,7 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     assert main(work.args("run")) == 128 + signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is handler
     said = capfd.readouterr()
-    first = work.root / "run" / "checkpoints" / "step-000001"
+    first = work.root / "run" / "checkpoint-1"
     assert f"SIGINT: stops after step 1 and saves {first}. Another signal" in said.err
     assert "loses all steps" in said.err
     assert (
@@ -98,7 +95,7 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
         in said.out.replace("\n", "")
     )
     assert [line["step"] for line in work.metrics("run")] == [1]
-    assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
+    assert (work.root / "run" / "checkpoint-1").is_dir()
     assert main(work.resuming("run", "--max-steps", "2")) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
 
@@ -106,19 +103,12 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
 def test_a_signal_is_answered_with_the_time_that_is_left_and_what_a_second_one_loses(
     work: Workspace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    step = Session.step
-
-    def interrupted(session: Session, index: int) -> StepMetrics:
-        if index == 2:
-            session.optimizer.wait_for_checkpoint()
-            signal.raise_signal(signal.SIGTERM)
-        return replace(step(session, index), step_s=70.0)
-
-    monkeypatch.setattr(Session, "step", interrupted)
+    with_metrics(monkeypatch, step_s=70.0)
+    before_step(3, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch)
     assert main(work.args("run", max_steps=5, save_steps=2)) == 128 + signal.SIGTERM
     said = capfd.readouterr().err
-    assert re.search(r"SIGTERM: stops after step 3, in about 70 s, and saves \S+step-000003\. ", said)
-    assert "loses the steps after step-000002" in said
+    assert re.search(r"SIGTERM: stops after step 3, in about 70 s, and saves \S+checkpoint-3\. ", said)
+    assert "loses the steps after checkpoint-2" in said
 
 
 def test_a_run_that_was_killed_before_the_end_of_its_first_step_begins_with_resume(
@@ -151,7 +141,7 @@ def test_a_signal_after_the_last_step_does_not_stop_the_last_checkpoint(
 
     monkeypatch.setattr(PagedOptimizer, "wait_for_checkpoint", interrupted)
     assert main(work.args("run", max_steps=1)) == 0
-    assert (work.root / "run" / "checkpoints" / "step-000001").is_dir()
+    assert (work.root / "run" / "checkpoint-1").is_dir()
 
 
 BAD_INPUT = {

@@ -14,13 +14,14 @@ from typing import Any
 
 import xxhash
 
+from pagoda.checkpoint import pending
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.cli.main import main
 from pagoda.memory.arena import tensor_bytes
-from pagoda.train import pending
+from pagoda.memory.identity import STATE
 from pagoda.train.metrics import read_metrics
-from pagoda.train.run_dir import RunCheckpoint, RunDir
-from pagoda.train.session import Session
+from pagoda.train.run_dir import RunDir
+from pagoda.train.trainer import RunTrainer
 
 from .world import PAGED, start_in
 
@@ -47,22 +48,24 @@ def state_of(path: Path) -> str:
 def digest_of(run: Path) -> dict[str, Any]:
     """The bits of a run: the state in its last checkpoint, and its metrics but for times."""
     lines = [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in read_metrics(run / "metrics.jsonl")]
-    return {"state": state_of(RunDir(run).latest().path), "metrics": lines}
+    return {"state": state_of(RunDir(run).latest().state), "metrics": lines}
 
 
 def say_what_is_restored(said: Path) -> None:
     """From now on a run that goes on from a checkpoint writes down its hash and that of the state, before any step."""
-    restore = Session.restore
+    load = RunTrainer._load_optimizer_and_scheduler
 
-    def restored(session: Session, checkpoint: RunCheckpoint) -> None:
-        restore(session, checkpoint)
+    def loaded(trainer: RunTrainer, checkpoint: str | None) -> None:
+        load(trainer, checkpoint)
+        if checkpoint is None:
+            return
         with tempfile.TemporaryDirectory() as folder:
-            session.optimizer.save_checkpoint(f"{folder}/again")
-            hashes = [state_of(checkpoint.path), state_of(Path(folder) / "again")]
+            trainer.passes.optimizer.save_checkpoint(f"{folder}/again")
+            hashes = [state_of(Path(checkpoint) / STATE), state_of(Path(folder) / "again")]
         said.with_suffix(".partial").write_text(json.dumps(hashes))
         said.with_suffix(".partial").rename(said)
 
-    Session.restore = restored
+    RunTrainer._load_optimizer_and_scheduler = loaded
 
 
 def run_line(out: Path, args: list[str], run: str | None, record: list[Any] | None, restored: bool) -> dict[str, Any]:

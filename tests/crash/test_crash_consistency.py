@@ -205,12 +205,12 @@ def check_harmed(world: World, image: Image, expected: dict[str, Any], harm: Cal
     harm()
     harmed = image_of(world.root)
     changed = [path for path in harmed.keys() | image.keys() if harmed.get(path, 0) != image.get(path, 0)]
-    state = any(re.match(r"run/checkpoints/step-|ssd", path) for path in changed)
+    state = any(re.match(r"run/checkpoint-|ssd", path) for path in changed)
     verified = world.pagoda(["inspect", str(world.run_dir), "--verify"]).check(0, 1, 2)
     done = world.pagoda(world.resume).check(0, 2)
     world.check_not_ours(harmed)
     if done.status == 0 and done.resumed_after != STEPS - 1:
-        assert f"step-{STEPS - 1:06d}" in done.out + done.err, f"it does not say why it falls back\n{done}"
+        assert f"checkpoint-{STEPS - 1}" in done.out + done.err, f"it does not say why it falls back\n{done}"
     assert done.status == 2 or done.digest["state"] == expected["state"], f"OTHER BITS\n{done}"
     if state and (done.status == 2 or done.resumed_after != STEPS - 1):
         assert verified.status != 0, f"what is refused passes --verify:\n{verified}\n{done}"

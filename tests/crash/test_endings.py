@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from pagoda.checkpoint import snapshot
+from pagoda.checkpoint import pending, snapshot
 from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
-from pagoda.train import loop, pending, steps
+from pagoda.train import assembly
 from pagoda.train.evaluate import Evaluator
 from pagoda.train.run_dir import RunDir
-from pagoda.train.session import Session
+from pagoda.train.trainer import RunTrainer
 from tests.tiny import write_model, write_text
 
 from .command import digest_of
@@ -30,10 +30,10 @@ from .command import digest_of
 STEPS = 5
 EVERY = 2
 PHASES: dict[str, tuple[object, str, Callable[..., bool]]] = {
-    "loading": (loop, "choose_plan", lambda *_: True),
-    "before the first step": (steps, "Progress", lambda *_: True),
-    "in the first step": (Session, "step", lambda _, step: step == 0),
-    "in a later step": (Session, "step", lambda _, step: step == 3),
+    "loading": (assembly, "choose_plan", lambda *_: True),
+    "before the first step": (assembly, "Progress", lambda *_: True),
+    "in the first step": (RunTrainer, "training_step", lambda trainer, *_: trainer.state.global_step == 0),
+    "in a later step": (RunTrainer, "training_step", lambda trainer, *_: trainer.state.global_step == 3),
     "in an evaluation": (Evaluator, "measure", lambda _, __, step: step == EVERY),
     "when its files are made": (RunDir, "create", lambda *_: True),
     "in a checkpoint": (snapshot, "write_manifest", lambda _, content: content["extra"]["step"] == EVERY),

@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from pagoda.checkpoint import pending
 from pagoda.integrations import Paging
 from pagoda.integrations.staging import STATE
 from pagoda.integrations.states import numbered
 from pagoda.integrations.transformers import Trainer
-from pagoda.train import pending
 from tests.crash.command import PATIENCE_S, RETRY_S, state_of
 from tests.integrations.tiny_text import arguments, logged, memory, model, samples
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from garbage import only_of_this_test
 
-from pagoda.train import pending
+from pagoda.checkpoint import pending
 
 
 @pytest.fixture(autouse=True)

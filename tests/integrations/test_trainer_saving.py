@@ -20,12 +20,11 @@ from transformers.trainer_utils import get_last_checkpoint
 import pagoda
 from integrations.test_trainer import Make, logged, paged, stock
 from integrations.tiny_text import VOCABULARY, memory, model, samples
-from pagoda.checkpoint import snapshot
+from pagoda.checkpoint import pending, snapshot
 from pagoda.cli.main import main
 from pagoda.integrations import seals
 from pagoda.integrations.staging import STATE, Staged
 from pagoda.memory.ssd.orphans import orphans_in
-from pagoda.train import pending
 
 __all__ = ["paged"]
 EACH = {"save_strategy": "steps", "save_steps": 1}
@@ -207,7 +206,7 @@ def test_a_signal_ends_the_step_saves_and_then_has_its_usual_effect(
 
 
 def test_a_second_signal_ends_the_run_at_once(paged: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.train.signals._TOGETHER_S", -1.0)
+    monkeypatch.setattr("pagoda.signals._TOGETHER_S", -1.0)
 
     def strike(state: Any) -> None:
         signal.raise_signal(signal.SIGINT)

@@ -101,7 +101,7 @@ def test_ranks_that_divide_experts_train_as_one_does(
     expected, figures = trained(ranks, 1, alone), trained(ranks, count, divided)
     for name, values in figures.items():
         assert values == pytest.approx(expected[name], rel=RELATIVE if name != "grad_norm" else 5 * RELATIVE), name
-    mine, others = (read(RunDir(config.output_dir).latest().path) for config in (divided, alone))
+    mine, others = (read(RunDir(config.output_dir).latest().state) for config in (divided, alone))
     assert mine.keys() == others.keys()  # each expert once, by its own name
     assert any(".experts." in name for name in mine)
     for name, weight in mine.items():
@@ -132,7 +132,7 @@ def test_ranks_that_divide_the_experts_of_a_switch_transformer_train_as_one_does
 def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankServer, tmp_path: Path) -> None:
     alone = replace(config_of("mixtral-15m", tmp_path / "alone"), max_steps=1, save_steps=1, trace=None)
     trained(ranks, 1, alone)
-    source = RunDir(alone.output_dir).latest().path
+    source = RunDir(alone.output_dir).latest().state
     arguments = {"model": alone.model, "source": str(source), "expert_parallel": 2}
     ranks.run("resave_experts", 2, tmp_path / "divided", **arguments)
     for state in ("weight", "exp_avg", "exp_avg_sq"):

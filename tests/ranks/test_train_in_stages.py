@@ -80,7 +80,7 @@ def test_two_stages_have_the_bits_of_one_rank(
     assert_same(goes_on, alone)
     assert losses(goes_on) == losses(alone)
     for source in (config, alone):
-        export(RunDir(source.output_dir).latest().path, tmp_path / f"of-{source.output_dir.name}")
+        export(RunDir(source.output_dir).latest().state, tmp_path / f"of-{source.output_dir.name}")
     exported, expected = (
         load_file(tmp_path / f"of-{one.output_dir.name}" / "model.safetensors") for one in (config, alone)
     )
@@ -90,7 +90,7 @@ def test_two_stages_have_the_bits_of_one_rank(
 def test_stages_continue_what_one_rank_began(
     ranks: RankServer, alone: TrainConfig, folder: Path, tmp_path: Path
 ) -> None:
-    config = config_of(folder, tmp_path / "run", resume_from_checkpoint="step-000002")
+    config = config_of(folder, tmp_path / "run", resume_from_checkpoint="checkpoint-2")
     shutil.copytree(alone.output_dir, config.output_dir)
     assert started(ranks, 2, tmp_path / "two", config) == [0, 0]
     assert_same(config, alone)

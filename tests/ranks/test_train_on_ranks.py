@@ -16,6 +16,7 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import LOCK, RunDir, locked
 from pagoda.train.tokens import open_tokens
 from tests.forecast.machines import SMALL, figure
+from tests.tiny import batch_of
 
 from .ranks import RankServer
 from .tiny_runs import STEPS, assert_same, started, tiny_config
@@ -35,8 +36,8 @@ def test_ranks_read_the_batch_that_one_rank_would(tmp_path: Path) -> None:
     assert all(one.tokens_per_step == whole.tokens_per_step for one in by_rank)
     for step in range(4):
         for index in range(2):
-            ids = torch.cat([one.batch(step, index)["input_ids"] for one in by_rank])
-            assert torch.equal(ids, whole.batch(step, index)["input_ids"])
+            ids = torch.cat([batch_of(one, step, index)["input_ids"] for one in by_rank])
+            assert torch.equal(ids, batch_of(whole, step, index)["input_ids"])
 
 
 def test_other_ranks_go_on_behind_the_samples_that_were_read(tmp_path: Path) -> None:
@@ -45,8 +46,8 @@ def test_other_ranks_go_on_behind_the_samples_that_were_read(tmp_path: Path) -> 
     before = Batches(rows=rows, batch_size=2, ranks=3)
     after = Batches(rows=rows, batch_size=2, first_step=5, first_sample=before.samples_before(5))
     alone = Batches(rows=rows, batch_size=2)
-    assert torch.equal(after.batch(5)["input_ids"], alone.batch(15)["input_ids"])
-    assert torch.equal(after.batch(6)["input_ids"], alone.batch(16)["input_ids"])
+    assert torch.equal(batch_of(after, 5)["input_ids"], batch_of(alone, 15)["input_ids"])
+    assert torch.equal(batch_of(after, 6)["input_ids"], batch_of(alone, 16)["input_ids"])
 
 
 def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfig, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_tensor_parallel_ranks_train_as_one_rank_does(
     divided = replace(config, tensor_parallel=2, max_steps=STEPS - 2, output_dir=tmp_path / "two")
     assert started(ranks, 1, tmp_path / "a", config) == [0]
     assert started(ranks, 2, tmp_path / "b", divided) == [0, 0]
-    with SavedCheckpoint(RunDir(divided.output_dir).latest().path) as checkpoint:
+    with SavedCheckpoint(RunDir(divided.output_dir).latest().state) as checkpoint:
         parts = checkpoint.parts("model.layers.0.mlp.up_proj.weight")
     assert len(parts) == (2 if optimizer == "adamw" else 1)
     goes_on = replace(config, output_dir=divided.output_dir, resume_from_checkpoint="last")
@@ -138,7 +139,7 @@ def test_ranks_fall_back_together_from_a_damaged_checkpoint(
     config = replace(whole, output_dir=tmp_path / "run")
     shutil.copytree(whole.output_dir, config.output_dir)
     last = RunDir(config.output_dir).checkpoint(STEPS)
-    flip(last / "exp_avg_sq.safetensors")
+    flip(last / "pagoda" / "exp_avg_sq.safetensors")
     assert started(ranks, 2, tmp_path / "c", replace(config, resume_from_checkpoint="last")) == [0, 0]
     first, second = (torch.load(tmp_path / "c" / f"rank-{rank}.pt") for rank in range(2))
     assert first["steps"] == second["steps"] == (STEPS - 1, STEPS)

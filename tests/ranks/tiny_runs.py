@@ -44,7 +44,7 @@ def states_of(config: TrainConfig) -> dict[str, Any]:
     """Everything that the last checkpoint of a run holds."""
     last = RunDir(config.output_dir).latest()
     assert last.step == config.max_steps
-    with SavedCheckpoint(last.path) as checkpoint:
+    with SavedCheckpoint(last.state) as checkpoint:
         return {
             f"{state} of {name}": checkpoint.tensors[state][name].whole().reshape(-1)
             for state in (*checkpoint.states, BUFFERS)

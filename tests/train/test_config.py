@@ -30,7 +30,7 @@ CHANGES = st.fixed_dictionaries(
         "max_grad_norm": st.just(0.0) | st.floats(1e-3, 10),
         "packing": st.booleans(),
         "output_dir": st.sampled_from([Path("run"), Path("/a/b")]),
-        "resume_from_checkpoint": st.sampled_from([None, "last", "step-000010"]),
+        "resume_from_checkpoint": st.sampled_from([None, "last", "checkpoint-10"]),
     },
 )
 

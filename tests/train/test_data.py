@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import ConfigError
-from pagoda.train.data import IGNORED, Batches, Rows
+from pagoda.train.data import IGNORED, Batches, Rows, counted
 from pagoda.train.seen import Seen
 from pagoda.train.tokens import About, Tokens
+from tests.tiny import batch_of
 
 
 def tokens_of(ids: Any, ends: list[int] | None = None, chats: bool = False) -> Tokens:
@@ -63,8 +64,8 @@ def test_accumulated_batches_are_the_rows_of_one_large_batch() -> None:
     whole = batches_of(50, batch_size=6)
     parts = batches_of(50, batch_size=2, gradient_accumulation_steps=3)
     for step in range(20):
-        rows = torch.cat([parts.batch(step, index)["input_ids"] for index in range(3)])
-        assert torch.equal(rows, whole.batch(step)["input_ids"])
+        rows = torch.cat([batch_of(parts, step, index)["input_ids"] for index in range(3)])
+        assert torch.equal(rows, batch_of(whole, step)["input_ids"])
     assert whole.tokens_per_step == parts.tokens_per_step == 24
 
 
@@ -73,7 +74,7 @@ def test_a_batch_holds_the_bytes_of_its_windows_twice() -> None:
     assert len(batches.rows) == 40
     assert batches.tokens_per_step == 8
     for step in range(5):
-        ids, labels = batches.batch(step).values()
+        ids, labels = batch_of(batches, step).values()
         assert ids.dtype == labels.dtype == torch.int64
         assert ids.shape == labels.shape == (2, 4)
         for row, start in enumerate(batches.row_indices(step) * 4):
@@ -147,7 +148,7 @@ def test_every_token_of_a_step_counts_as_much_as_any_other() -> None:
     settings = {"rows": rows, "batch_size": 2, "gradient_accumulation_steps": 2, "ranks": 2}
     by_rank = [Batches(**settings, rank=rank) for rank in range(2)]  # type: ignore[arg-type]
     for step in range(4):
-        counts = [one.targets(one.batch(step, index)["labels"]) for one in by_rank for index in range(2)]
+        counts = [counted(batch_of(one, step, index)["labels"]) for one in by_rank for index in range(2)]
         assert len({*counts}) > 1
         assert all(one.targets_of_step(step) == sum(counts) for one in by_rank)
 

@@ -173,7 +173,7 @@ SAID = re.compile(r"Chosen: (--[\w.-]+) (\S+): (.*)")
 def test_every_reason_of_a_choice_is_true_of_it(
     given: dict[str, Any], ranks: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(defaults, "ranks_with_batches", lambda *_: ranks)
+    monkeypatch.setattr(TrainConfig, "ranks_with_batches", lambda *_: ranks)
     (folder / "short.txt").write_text("the data are few" * 100)
     shown = io.StringIO()
     files = {name: str(folder / given[name]) for name in ("data", "eval_data", "model") if name in given}
@@ -224,7 +224,7 @@ def test_a_step_is_so_small_that_the_epochs_give_the_steps_that_are_promised(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for ranks in (1, 2, 3):
-        monkeypatch.setattr(defaults, "ranks_with_batches", lambda *_, ranks=ranks: ranks)
+        monkeypatch.setattr(TrainConfig, "ranks_with_batches", lambda *_, ranks=ranks: ranks)
         asked = TrainConfig(
             model=str(folder / "model"), data=str(folder / "chats.jsonl"), max_length=32, eval_share=0.0
         )

@@ -28,11 +28,11 @@ def test_an_evaluation_reads_every_sequence_once_and_pads_no_batch(
         found.extend(batch["input_ids"][:, 0].tolist())
         return 1.0
 
-    session: Any = SimpleNamespace(loss=loss)
+    passes: Any = SimpleNamespace(loss=loss)
     for rank in range(ranks):
         seen.append([])
         batches = Batches(rows=rows, batch_size=64, rank=rank, ranks=ranks)
-        Evaluator(batches, ByteTokenizer(), open_mesh()).measure(session, 1)
+        Evaluator(batches, ByteTokenizer(), open_mesh()).measure(passes, 1)
     assert seen == sizes
     assert sorted(found) == rows.tokens.ids[::4].tolist()
 
@@ -41,9 +41,9 @@ def test_a_rank_without_a_sequence_calls_the_model_as_often_as_others() -> None:
     batches = Batches(rows=Rows.of(tokens_of(np.arange(4)), 4), batch_size=2, rank=1, ranks=2)
     one = Evaluator(batches, ByteTokenizer(), open_mesh())
     shapes: list[int] = []
-    session: Any = SimpleNamespace(loss=lambda batch: shapes.append(len(batch["labels"])) or math.nan)
+    passes: Any = SimpleNamespace(loss=lambda batch: shapes.append(len(batch["labels"])) or math.nan)
     with pytest.raises(ZeroDivisionError):  # this rank alone has counted nothing
-        one.measure(session, 1)
+        one.measure(passes, 1)
     assert shapes == [1]
 
 
@@ -51,9 +51,9 @@ def test_bits_per_byte_are_of_the_text_that_is_evaluated_and_other_sequences_hav
     ids = np.arange(32)
     ids[:24] = ~ids[:24]  # the loss counts half of the second document
     rows = Rows.of(tokens_of(ids, [16, 32], chats=True), 16)
-    session: Any = SimpleNamespace(loss=lambda _: 2 * math.log(2))
+    passes: Any = SimpleNamespace(loss=lambda _: 2 * math.log(2))
     found = [
-        Evaluator(Batches(rows=part, batch_size=1), ByteTokenizer(), open_mesh()).measure(session, 1)
+        Evaluator(Batches(rows=part, batch_size=1), ByteTokenizer(), open_mesh()).measure(passes, 1)
         for part in (rows, *Rows.of(tokens_of(np.arange(32)), 16).held_out(1, 0))
     ]
     assert [(each.bits_per_byte, each.tokens) for each in found] == [(2.0, 8), (2.0, 15), (2.0, 15)]

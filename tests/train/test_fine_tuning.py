@@ -26,7 +26,7 @@ from pagoda.train.run_dir import RunDir
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import open_tokens
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
-from tests.tiny import write_model
+from tests.tiny import batch_of, write_model
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_first_losses_are_those_of_transformers_on_the_documents(data: str, 
     (loss,), (first, _), shown = trained(config)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     batches, evaluated = batches_of(config, config.data), batches_of(config, other)
-    expected, _ = loss_in_transformers(model, batches.batch(0, 0), batches.batch(0, 1))
+    expected, _ = loss_in_transformers(model, batch_of(batches, 0, 0), batch_of(batches, 0, 1))
     assert loss == pytest.approx(expected, rel=1e-5)
     rows = evaluated.rows
     expected, counted = loss_in_transformers(model, evaluated.of_rows(np.arange(len(rows))))

@@ -67,10 +67,10 @@ def said_of(model: Any, rows: Rows, precision: str) -> tuple[str, Batches, Batch
         return found
 
     config = SimpleNamespace(precision=precision, memory=pagoda.Memory())
-    session: Any = SimpleNamespace(batches=batches, config=config, model=model, logits=logits)
+    passes: Any = SimpleNamespace(config=config, model=model, logits=logits)
     shown = io.StringIO()
-    evaluated = keep_apart(session, batches, open_mesh(), Console(file=shown, width=200))
-    return shown.getvalue(), session.batches, evaluated
+    kept = keep_apart(passes, batches, batches, open_mesh(), Console(file=shown, width=200))
+    return shown.getvalue(), *kept
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

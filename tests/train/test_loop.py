@@ -9,7 +9,7 @@ from pagoda.errors import ConfigError, NonFiniteGradientError
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.evaluate import Evaluation, Evaluator
 from pagoda.train.metrics import read_metrics
-from pagoda.train.session import Session
+from pagoda.train.passes import Passes
 from tests.tiny import tiny_run, trained
 
 
@@ -44,9 +44,9 @@ def test_what_an_evaluation_waits_for_is_not_a_wait_of_the_next_step(
 ) -> None:
     measure = Evaluator.measure
 
-    def waiting(evaluator: Evaluator, session: Session, step: int) -> Evaluation:
-        session.optimizer._engine._meter.stall_s["update"] += 1000.0
-        return measure(evaluator, session, step)
+    def waiting(evaluator: Evaluator, passes: Passes, step: int) -> Evaluation:
+        passes.optimizer._engine._meter.stall_s["update"] += 1000.0
+        return measure(evaluator, passes, step)
 
     monkeypatch.setattr(Evaluator, "measure", waiting)
     config = tiny_run(

@@ -22,7 +22,7 @@ from pagoda.train.data import Batches, Rows
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.tokens import open_tokens
-from tests.tiny import tiny_run, trained, write_mixture
+from tests.tiny import batch_of, tiny_run, trained, write_mixture
 
 
 def config_of(model: str, out: Path) -> TrainConfig:
@@ -55,7 +55,7 @@ def test_a_mixture_trains_resumes_bit_for_bit_and_has_the_same_loss_in_transform
         assert 0.95 * even < line["aux_loss"] < 8
     parts = replace(whole, max_steps=2, output_dir=tmp_path / "parts")
     trained(parts)
-    export(RunDir(parts.output_dir).latest().path, tmp_path / "exported")
+    export(RunDir(parts.output_dir).latest().state, tmp_path / "exported")
     resumed = lines_of(replace(parts, max_steps=3, resume_from_checkpoint="last"))
     assert [line["loss"] for line in resumed] == [line["loss"] for line in lines]
     loss = loss_in_transformers(tmp_path / "exported", whole, 2)
@@ -72,7 +72,7 @@ def loss_in_transformers(exported: Path, config: TrainConfig, step: int) -> floa
         rows=Rows.of(open_tokens(config.data), config.max_length), batch_size=config.per_device_train_batch_size
     )
     with torch.no_grad():
-        loss: torch.Tensor = model(**batches.batch(step), output_router_logits=True).loss
+        loss: torch.Tensor = model(**batch_of(batches, step), output_router_logits=True).loss
     return loss.item()
 
 

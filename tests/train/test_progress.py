@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ from rich.console import Console
 
 from pagoda.config.memory import Memory
 from pagoda.memory.sizes import format_rate
-from pagoda.train import run, steps
+from pagoda.train import run
+from pagoda.train.callbacks import RunCallback
 from pagoda.train.evaluate import Evaluation, Evaluator
 from pagoda.train.metrics import StepMetrics, read_metrics
+from pagoda.train.passes import Passes
 from pagoda.train.progress import Progress, expected
-from pagoda.train.session import Session
 from tests.tiny import tiny_run, trained, write_model
 from tests.train.test_metrics import METRICS
 
@@ -67,7 +69,7 @@ def test_a_run_goes_on_without_its_output_and_writes_it_to_a_file(
     assert run(config, console) is not None
     assert console.file is stream
     assert [line["step"] for line in read_metrics(config.output_dir / "metrics.jsonl")] == [1, 2]
-    assert (config.output_dir / "checkpoints" / "step-000002").is_dir()
+    assert (config.output_dir / "checkpoint-2").is_dir()
     assert capsys.readouterr().err.count(f"{error}: the run continues") == 1
     assert "step 2/2" in (config.output_dir / "output.txt").read_text()
 
@@ -95,20 +97,21 @@ def test_time_that_is_left_counts_evaluations_to_come(tmp_path: Path, monkeypatc
     """Steps of 1 s, and evaluations of 10 s before the first, after every second one and after the last."""
     now, left = [0.0], []
 
-    def step(self: Session, step: int) -> StepMetrics:
+    def measured(self: RunCallback, step: int) -> StepMetrics:
         now[0] += 1.0
-        return replace(METRICS, step=step + 1, step_s=1.0)
+        return replace(METRICS, step=step, step_s=1.0)
 
-    def measure(self: Evaluator, session: Session, step: int) -> Evaluation:
+    def measure(self: Evaluator, passes: Passes, step: int) -> Evaluation:
         now[0] += 10.0
         return Evaluation(
             step=step, loss=1.0, perplexity=3.0, bits_per_byte=1.0, sequences=1, tokens=1, data="", seconds=10.0
         )
 
-    monkeypatch.setattr(Session, "step", step)
+    monkeypatch.setattr(RunCallback, "measured", measured)
     monkeypatch.setattr(Evaluator, "measure", measure)
-    monkeypatch.setattr(steps.Steps, "_write_timeline", lambda *_: None)
-    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(RunCallback, "_write_timeline", lambda *_: None)
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("pagoda.train.callbacks.time", clock)
     monkeypatch.setattr(Progress, "show", lambda self, metrics, left_s: left.append(left_s))
     trained(tiny_run(tmp_path, plan="usual", max_steps=5, eval_share=0.2, eval_steps=2, save_at_end=False))
     assert left == pytest.approx([34.0, 33.0, 22.0, 21.0, 10.0])

@@ -18,10 +18,9 @@ from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.train import TrainConfig, run
-from pagoda.train.metrics import StepMetrics, read_metrics
+from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
-from pagoda.train.session import Session
-from tests.tiny import at_the_first_batch, tiny_run, trained, write_model
+from tests.tiny import at_the_first_batch, before_step, tiny_run, trained, write_model
 
 
 def config_in(folder: Path) -> TrainConfig:
@@ -45,7 +44,7 @@ def config(done: TrainConfig, tmp_path: Path) -> TrainConfig:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+    return {path.name: path.read_bytes() for path in checkpoint.rglob("*.safetensors")}
 
 
 def curve(config: TrainConfig) -> list[tuple[object, ...]]:
@@ -53,8 +52,8 @@ def curve(config: TrainConfig) -> list[tuple[object, ...]]:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "a bit of a tensor": lambda checkpoint: flip(checkpoint / "exp_avg.safetensors"),
-    "no manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+    "a bit of a tensor": lambda checkpoint: flip(checkpoint / "pagoda" / "exp_avg.safetensors"),
+    "no manifest": lambda checkpoint: (checkpoint / "pagoda" / "manifest.json").unlink(),
 }
 
 
@@ -69,13 +68,13 @@ def test_a_damaged_checkpoint_is_named_and_kept_and_the_run_goes_on_from_the_one
     assert (result.first_step, result.last_step) == (3, 4)
     assert shown.count("The checkpoint after step 4") == shown.count("Falling back") == 1
     assert "after step 2: the 2 steps after it run again" in shown
-    assert content_of(last.with_name("step-000004.damaged")) == before
+    assert content_of(last.with_name("checkpoint-4.damaged")) == before
     assert tensors_of(last) == tensors_of(RunDir(done.output_dir).checkpoint(4))
     assert curve(config) == curve(done)
-    flip(last / "weight.safetensors")
+    flip(last / "pagoda" / "weight.safetensors")
     trained(replace(config, save_steps=1, save_total_limit=2))
-    names = sorted(path.name for path in RunDir(config.output_dir).checkpoints.iterdir())
-    assert names == ["step-000003", "step-000004", "step-000004.damaged", "step-000004.damaged2"]
+    names = sorted(path.name for path in config.output_dir.glob("checkpoint-*"))
+    assert names == ["checkpoint-3", "checkpoint-4", "checkpoint-4.damaged", "checkpoint-4.damaged2"]
 
 
 def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None:
@@ -84,10 +83,10 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None
     config = replace(config, resume_from_checkpoint="last")
     last = RunDir(config.output_dir).checkpoint(4)
     before, first = content_of(last), curve(config)
-    result, shown = trained(replace(config, resume_from_checkpoint="step-000002"))
+    result, shown = trained(replace(config, resume_from_checkpoint="checkpoint-2"))
     assert (result.first_step, result.last_step) == (3, 4)
     assert "Going back to the checkpoint after step 2: the 2 steps after it run again" in shown
-    later = last.with_name("step-000004.later")
+    later = last.with_name("checkpoint-4.later")
     assert content_of(later) == before
     for checkpoint in (last, later):
         assert main(["export", str(checkpoint), str(tmp_path / checkpoint.name), "--dtype", "fp32"]) == 0
@@ -98,9 +97,9 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_that_is_named_is_used_or_refused(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(RunDir(config.output_dir).checkpoint(2) / "weight.safetensors")
+    flip(RunDir(config.output_dir).checkpoint(2) / "pagoda" / "weight.safetensors")
     before = content_of(config.output_dir)
-    for name, message in (("step-000003", "it has step-000002, step-000004"), ("step-000002", "is damaged")):
+    for name, message in (("checkpoint-3", "it has checkpoint-2, checkpoint-4"), ("checkpoint-2", "is damaged")):
         assert main(["train", "--resume-from-checkpoint", name, "--output-dir", str(config.output_dir)]) == 2
         assert message in capsys.readouterr().err
     assert content_of(config.output_dir) == before
@@ -108,7 +107,7 @@ def test_a_checkpoint_that_is_named_is_used_or_refused(config: TrainConfig, caps
 
 def test_nothing_changes_where_every_checkpoint_is_damaged(config: TrainConfig) -> None:
     for step in (2, 4):
-        flip(RunDir(config.output_dir).checkpoint(step) / "weight.safetensors")
+        flip(RunDir(config.output_dir).checkpoint(step) / "pagoda" / "weight.safetensors")
     before = content_of(config.output_dir)
     with pytest.raises(CheckpointError, match=r"(?s)none of the 2 checkpoints.*step 4.*damaged.*step 2.*damaged"):
         trained(config)
@@ -124,7 +123,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it_and_wit
     result, shown = trained(config)
     assert result.first_step == 3
     assert "it is the state after step 2, under another name" in shown
-    shutil.rmtree(run_dir.checkpoints)
+    for checkpoint in run_dir.path.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
     result, shown = trained(config)
     assert (result.first_step, result.last_step) == (1, 4)
     assert "has no checkpoint yet: the run starts from its first step" in shown
@@ -176,15 +176,8 @@ def test_with_asynchronous_updates_neither_checkpoints_nor_a_signal_change_a_bit
         config = replace(config, memory=replace(config.memory, host="2MiB"))
     whole = replace(config, output_dir=tmp_path / "whole", save_steps=0, save_minutes=0.0, keep_best=False)
     trained(whole)
-    step = Session.step
-
-    def interrupted(session: Session, index: int) -> StepMetrics:
-        if index == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return step(session, index)
-
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "step", interrupted)
+        before_step(3, lambda: signal.raise_signal(signal.SIGTERM), patched)
         assert trained(config)[0].stopped_by == signal.SIGTERM
     assert trained(replace(config, resume_from_checkpoint="last"))[0].first_step == 4
     assert curve(config) == curve(whole)
@@ -277,7 +270,16 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written_and_r
     run(replace(config, resume_from_checkpoint="last" if resume else None), Console(quiet=True))
     assert (tmp_path / "exported" / "config.json").exists() == resume
     assert curve(config) == curve(done)
-    names = ["checkpoints", "config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    names = [
+        "checkpoint-2",
+        "checkpoint-4",
+        "config.json",
+        "data.json",
+        "metrics.jsonl",
+        "plan.json",
+        "run.yaml",
+        "timeline.json",
+    ]
     assert sorted(path.name for path in config.output_dir.iterdir()) == names
 
 

@@ -37,6 +37,14 @@ def test_a_run_starts_in_a_missing_an_empty_or_an_unrelated_directory(tmp_path: 
         RunDir(tmp_path).check_free()
 
 
+def test_a_run_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -> None:
+    RunDir(tmp_path).create(CONFIG)
+    (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
+    for use in (RunDir.started_config, lambda run: run.named_or_itself("last")):
+        with pytest.raises(ConfigError, match=f"{tmp_path} is a run of an earlier version of Pagoda"):
+            use(RunDir(tmp_path))
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
@@ -48,9 +56,9 @@ def test_the_latest_checkpoint_is_the_complete_one_with_the_most_steps(tmp_path:
     run_dir = RunDir(tmp_path)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         run_dir.latest()
-    for name in ("step-000010", "step-000002", "step-000020.tmp", ".step-000030", "step-1000000"):
-        (run_dir.checkpoints / name).mkdir(parents=True)
-    (run_dir.checkpoints / "step-2000000").touch()
+    for name in ("checkpoint-10", "checkpoint-2", "checkpoint-20.tmp", ".checkpoint-30", "checkpoint-1000000"):
+        (run_dir.path / name).mkdir()
+    (run_dir.path / "checkpoint-2000000").touch()
     assert run_dir.latest().step == 1_000_000
     assert run_dir.latest().path == run_dir.checkpoint(1_000_000)
 

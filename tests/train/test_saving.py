@@ -5,7 +5,6 @@ import io
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +14,15 @@ import pytest
 from files import fill_disk
 from rich.console import Console
 
-from pagoda.checkpoint import snapshot
+from pagoda.checkpoint import pending, snapshot
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.sizes import format_bytes
-from pagoda.train import TrainConfig, pending, run
+from pagoda.train import TrainConfig, run
 from pagoda.train.evaluate import Evaluator
-from pagoda.train.metrics import StepMetrics, read_metrics
+from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
-from pagoda.train.session import Session
-from tests.tiny import tiny_run, trained
+from tests.tiny import before_step, tiny_run, trained
 
 
 @pytest.fixture
@@ -36,25 +34,14 @@ def checkpoints(config: TrainConfig) -> list[int]:
     return [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()]
 
 
-def before_step(number: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something when a step begins, counted from 1, and no checkpoint is being written."""
-    step = Session.step
-
-    def acting(session: Session, index: int) -> StepMetrics:
-        if index == number - 1:
-            session.optimizer.wait_for_checkpoint()
-            action()
-        return step(session, index)
-
-    monkeypatch.setattr(Session, "step", acting)
-
-
 def test_by_default_a_checkpoint_is_saved_after_half_an_hour_of_training(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert TrainConfig(model="gpt2").saves_by_time
-    step = Session.step
-    monkeypatch.setattr(Session, "step", lambda *args: replace(step(*args), step_s=901.0))
+    now = [0.0]
+    monkeypatch.setattr("pagoda.integrations.checkpoints.time", SimpleNamespace(monotonic=lambda: now[0]))
+    for number in range(1, 6):
+        before_step(number, lambda: now.append(now.pop() + 901.0), monkeypatch)
     config = replace(config, save_steps=0, save_at_end=False, max_steps=5)
     result, _ = trained(config)
     assert checkpoints(config) == [2, 4]
@@ -76,6 +63,17 @@ def test_the_best_checkpoint_is_one_of_the_last_or_one_more(
     assert checkpoints(config) == [2, 3]
     trained(replace(config, resume_from_checkpoint="last", max_steps=6))
     assert checkpoints(config) == [3, 5, 6]
+
+
+def test_a_checkpoint_with_a_file_of_the_user_is_kept(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = RunDir(config.output_dir).checkpoint(1) / "notes.txt"
+    before_step(3, lambda: notes.write_text("the one to keep"), monkeypatch)
+    trained(config)
+    assert checkpoints(config) == [1, 3, 4]
+    assert notes.exists()
+    assert "notes.txt in" in caplog.text
 
 
 def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: TrainConfig, tmp_path: Path) -> None:
@@ -109,7 +107,9 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
     assert "No space left on device" in shown
     assert checkpoints(config) == [3, 4]
     for file in ("weight", "exp_avg"):
-        first, second = (RunDir(each.output_dir).checkpoint(4) / f"{file}.safetensors" for each in (config, whole))
+        first, second = (
+            RunDir(each.output_dir).checkpoint(4) / "pagoda" / f"{file}.safetensors" for each in (config, whole)
+        )
         assert first.read_bytes() == second.read_bytes()
 
 
@@ -127,7 +127,7 @@ def test_the_last_checkpoint_is_tried_again_for_a_while(
         assert shown.count("The state is still in memory") == 1
         assert checkpoints(config) == [2]
     else:
-        with pytest.raises(StorageError, match=r"step-000002 could not be written: .*No space left"):
+        with pytest.raises(StorageError, match=r"checkpoint-2/pagoda could not be written: .*No space left"):
             trained(config)
     assert [line["step"] for line in read_metrics(RunDir(config.output_dir).metrics)] == [1, 2]
 
@@ -148,7 +148,7 @@ def test_a_signal_ends_the_tries_which_are_said_each_minute(
 
     monkeypatch.setattr(snapshot, "write_manifest", full)
     shown = io.StringIO()
-    with pytest.raises(StorageError, match=r"step-000002 could not be written: .*No space left"):
+    with pytest.raises(StorageError, match=r"checkpoint-2/pagoda could not be written: .*No space left"):
         run(config, Console(file=shown, width=500))
     assert shown.getvalue().count("The state is still in memory") >= 2
     assert "SIGTERM: stops without" in capfd.readouterr().err
@@ -167,21 +167,18 @@ def test_a_disk_without_room_is_named_before_the_first_step(
     assert "The run may add 3 checkpoints of up to" in shown
 
 
-SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("checkpoints", "run")]
-
-
-@pytest.mark.parametrize("what", ["checkpoint", *SLOW])
+@pytest.mark.parametrize("what", ["checkpoint", pytest.param("run", marks=pytest.mark.slow)])
 def test_what_is_moved_while_the_run_goes_on_is_kept_and_the_run_goes_on(
     what: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir = RunDir(config.output_dir)
-    moved = {"checkpoint": run_dir.checkpoint(2), "checkpoints": run_dir.checkpoints, "run": run_dir.path}[what]
+    moved = {"checkpoint": run_dir.checkpoint(2), "run": run_dir.path}[what]
     before_step(3, lambda: moved.rename(config.output_dir.with_name("kept")), monkeypatch)
     retire = snapshot.Removable.retire
 
     def moved_first(old: snapshot.Removable) -> None:
-        if old.directory == run_dir.checkpoint(3):  # after it was looked at
-            old.directory.rename(config.output_dir.with_name("late"))
+        if old.directory == run_dir.checkpoint(3) / "pagoda":  # after it was looked at
+            old.directory.parent.rename(config.output_dir.with_name("late"))
         retire(old)
 
     monkeypatch.setattr(snapshot.Removable, "retire", moved_first)
@@ -191,8 +188,8 @@ def test_what_is_moved_while_the_run_goes_on_is_kept_and_the_run_goes_on(
     assert checkpoints(config) == [5, 6]
     kept = config.output_dir.with_name("kept")
     assert len([*kept.rglob("manifest.json")]) == (1 if what == "checkpoint" else 2)
-    assert (config.output_dir.with_name("late") / "manifest.json").exists()
-    assert "step-000003 was not deleted" in caplog.text
+    assert (config.output_dir.with_name("late") / "pagoda" / "manifest.json").exists()
+    assert "checkpoint-3/pagoda was not deleted" in caplog.text
     again, _ = trained(replace(config, resume_from_checkpoint="last", max_steps=7))
     assert again is not None
     assert again.first_step == 7

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagoda.train import signals
-from pagoda.train.signals import first_signal
+from pagoda import signals
+from pagoda.signals import first_signal
 
 KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

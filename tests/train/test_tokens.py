@@ -27,10 +27,10 @@ from pagoda.errors import ConfigError, StorageError
 from pagoda.train import tokens as tokens_module
 from pagoda.train.records import Document
 from pagoda.train.seen import Seen
-from pagoda.train.session import Session
 from pagoda.train.sources import Source, find
 from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
+from pagoda.train.trainer import RunTrainer
 from tests.text_files import CHATML, TEXT, chats, read, tokenizer, write_lines, write_pretrained
 from tests.tiny import tiny_run, trained, write_model
 
@@ -558,7 +558,7 @@ def test_a_run_reads_data_once_before_its_first_step_and_tokens_only_if_they_wer
     monkeypatch.setattr(xxhash, "xxh3_64_hexdigest", counted_too)
     other = tmp_path / "other"
     other.write_text("another text that has a few sequences. " * 20)
-    monkeypatch.setattr(Session, "step", interrupted)
+    monkeypatch.setattr(RunTrainer, "get_batch_samples", interrupted)
     config = tiny_run(
         tmp_path,
         max_steps=0,

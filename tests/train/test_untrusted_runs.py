@@ -15,11 +15,11 @@ from rich.console import Console
 from pagoda.checkpoint.directory import read_manifest, write_manifest
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
+from pagoda.console import lasting
 from pagoda.errors import ConfigError
 from pagoda.memory.forms import with_hash
 from pagoda.models.build import build_from_directory
-from pagoda.train import TrainConfig, defaults, loop, run
-from pagoda.train.progress import lasting
+from pagoda.train import TrainConfig, assembly, defaults, run
 from pagoda.train.run_dir import LOCK, RunDir
 from tests.files import content_of
 from tests.text_files import write_pretrained
@@ -79,7 +79,7 @@ def test_processes_that_torchrun_restarts_import_no_class_of_a_run_that_is_there
     directory: Path, done: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although they continue a run without --resume-from-checkpoint last."""
-    for module in (defaults, loop):
+    for module in (defaults, assembly):
         monkeypatch.setattr(module, "was_restarted", lambda: True)
     rewrite(directory, optim="strangers_module:Opt")
     with pytest.raises(ConfigError, match="add --optim strangers_module:Opt"):
@@ -163,7 +163,7 @@ def test_a_file_that_is_written_in_place_must_not_be_a_link(
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tokenizer"])
+@pytest.mark.parametrize("name", ["checkpoint-2", "tokenizer"])
 def test_a_linked_directory_is_not_written_to(
     name: str, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +199,7 @@ def test_a_report_waits_for_no_pipe_and_reads_no_endless_file(
 def test_a_model_with_more_layers_than_any_is_refused_at_once(
     name: str, count: int, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = RunDir(directory).latest().path
+    checkpoint = RunDir(directory).latest().state
     manifest = read_manifest(checkpoint)
     outer, _, inner = name.rpartition(".")
     changed = {outer: {inner: count}} if outer else {inner: count}
@@ -217,7 +217,7 @@ def test_a_model_with_more_layers_than_any_is_refused_at_once(
 def test_an_enormous_manifest_is_refused_before_it_is_read(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.truncate(RunDir(directory).latest().path / "manifest.json", 1 << 40)
+    os.truncate(RunDir(directory).latest().state / "manifest.json", 1 << 40)
     for command in (["generate", directory, "--prompt", "a"], ["export", directory, tmp_path / "out"]):
         assert main([*map(str, command)]) == 2
         assert "1099511627776 bytes, more than any file that Pagoda writes" in capsys.readouterr().err

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
-from pagoda.optimizer import PagedOptimizer
-from pagoda.train.ranks import from_all
+from pagoda.mesh.sharing import from_all
 
 PATIENCE_S, RETRY_S = 30 * 60.0, 10.0
 _SAY_S = 60.0
@@ -28,8 +28,8 @@ class PendingCheckpoint:
     """Writes one checkpoint at a time in the background. If a write fails, the run says so and continues, because the
     next checkpoint may succeed. The last one is retried for a while, because the state is still in memory."""
 
-    def __init__(self, optimizer: PagedOptimizer, mesh: Mesh, say: Callable[[str], None]) -> None:
-        """`say` gets the messages of every rank."""
+    def __init__(self, optimizer: Any, mesh: Mesh, say: Callable[[str], None]) -> None:
+        """`optimizer`: a PagedOptimizer. `say` gets the messages of every rank."""
         self._optimizer, self._mesh, self._say = optimizer, mesh, say
         self.retrying: int | None = None
         """The step of the last checkpoint, once it could not be written."""

@@ -1,43 +1,52 @@
-"""The training loop. It checks every input, and writes nothing before the first step has succeeded."""
+"""Assembles transformers' trainer for `pagoda train`. Every input is checked before the first step."""
 
-from contextlib import ExitStack
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
+import numpy as np
+import torch
 from rich.console import Console
 from torch import nn
 
 from pagoda.api import plan_of, wrap
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
+from pagoda.console import lasting, say
 from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
 from pagoda.mesh.mesh import Mesh, open_mesh
+from pagoda.mesh.sharing import from_all, from_first
 from pagoda.mesh.world import was_restarted
 from pagoda.models.build import build_model
 from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
 from pagoda.models.stages import to_stage
 from pagoda.optim.param_groups import no_decay_groups
+from pagoda.optim.rule import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.combinations import check_features
 from pagoda.plan.options import Options
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import deferred_init
-from pagoda.prepare.sequence_parallel import check_division
-from pagoda.train.choice import choose_plan, precision_hint
+from pagoda.prepare.sequence_parallel import check_division, divide_sequences
+from pagoda.train.callbacks import RunCallback, TrainResult
+from pagoda.train.choice import ChosenPlan, choose_plan, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.early import refuse_early
+from pagoda.train.evaluate import Evaluator
 from pagoda.train.inputs import batches_of, example, keep_apart, opened_tokens
 from pagoda.train.model import check_weights, ready
 from pagoda.train.passes import Passes
-from pagoda.train.progress import expected, lasting, say
-from pagoda.train.ranks import from_all, from_first
+from pagoda.train.progress import Progress, expected
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
-from pagoda.train.session import Session, seed_all
-from pagoda.train.steps import Steps, TrainResult
 from pagoda.train.tokens import DataSets
+from pagoda.train.trackers import Tracker
+from pagoda.train.trainer import RunTrainer
 
 _WORN = 0.01
 """Share of what a drive is rated for of which a run tells without --verbose."""
@@ -66,6 +75,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
         if config.download:
             from_first(mesh, "the download of the model", lambda: _download(config.model))
         check_weights(config)
+        trackers = [Tracker(name, mesh, console) for name in dict.fromkeys(config.report_to)]
         data = DataSets(config, console)
         config = completed(config, data, mesh, console)
         assert config.output_dir is not None, "it is chosen now"
@@ -77,23 +87,29 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
             done = f"The run in {run_dir.path} has finished: {beginning.done:,} steps are done"
             say(console, f"{done}, and --max-steps is {config.max_steps:,}. Give a larger --max-steps to continue it.")
             return None
-        return _run(config, data, run_dir, beginning, mesh, console)
+        return _run(config, data, trackers, run_dir, beginning, mesh, console)
 
 
 def _run(
-    config: TrainConfig, data: DataSets, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console
+    config: TrainConfig,
+    data: DataSets,
+    trackers: list[Tracker],
+    run_dir: RunDir,
+    beginning: Beginning,
+    mesh: Mesh,
+    console: Console,
 ) -> TrainResult:
     """Build what a run needs, then run it."""
     assert config.data is not None, "it is chosen now"
     checkpoint = beginning.checkpoint
     _check_traced_step(config, beginning.done)
     rule = config.build_rule(config.seed, config.optim)
-    tokens, tokenizer = opened_tokens(config.data, config.dataset_train_split, data, mesh, console), data.tokenizer
+    tokens = opened_tokens(config.data, config.dataset_train_split, data, mesh, console)
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         say(console, hint)
     plan = choose_plan(config, console, mesh)
     chosen = plan.config
-    seed_all(config.seed)
+    _seed_all(config.seed)
     with deferred_init():
         built = build_model(config.model, seq_len=config.max_length)
     check_division(built, config.sequence_parallel)
@@ -104,49 +120,95 @@ def _run(
         _reduce(built, mesh, console)
     if config.tensor_parallel > 1:
         divide(built, config.model, mesh.tensor)
-    # The last checkpoints and the best one.
-    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.save_total_limit + (config.evaluates and config.keep_best)
-    matrices_only = config.weight_decay_on == "matrices"
-    model, optimizer = wrap(
-        built,
-        rule,
-        param_groups=no_decay_groups(built, rule.defaults().get("weight_decay", 0.0)) if matrices_only else None,
-        memory=replace(chosen.memory, ssd_checkpoints=kept),
-        precision=chosen.part(MixedPrecision),
-        max_grad_norm=config.max_grad_norm,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        update=chosen.part(Updates),
-        activations=chosen.part(Activations),
-        tiles=chosen.part(Tiles),
-        mesh=mesh,
-    )
+    model, optimizer = _wrapped(chosen, built, rule, mesh)
     try:
         console.print(plan_table(plan_of(model), parameters, explained=config.verbose))
         if config.verbose:
             say(console, *(f"- {reason}" for reason in plan.reasons))
-        part = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
-        session = Session(config, batches, _passes(config, model, optimizer, mesh), part)
+        passes = _passes(config, model, optimizer, mesh)
         if checkpoint is not None:
-            session.restore(checkpoint)
+            batches = replace(batches, first_step=checkpoint.step, first_sample=beginning.samples)
             say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")
-        evaluated = keep_apart(session, evaluated, mesh, console)
-        session.divide_sequences()
+        batches, evaluated = keep_apart(passes, batches, evaluated, mesh, console)
+        if config.sequence_parallel > 1:
+            passes.sequences = divide_sequences(model, config.sequence_parallel)
         if checkpoint is None:
-            say(console, *example(batches.rows, tokenizer))
+            say(console, *example(batches.rows, data.tokenizer))
         step_s = plan.predicted["step_s"] if plan.predicted else None
-        evaluates = evaluated is not None
-        say(console, expected(session.batches, config.max_steps, beginning.done, step_s, evaluates))
-        endurance = endurance_of(config.memory.ssd_directories, mesh.everyone.nodes)
-        written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
-        if endurance is not None and written:
-            steps = config.max_steps - beginning.done
-            worn = f"SSD: {wear(written, steps, endurance)}"
-            plan = replace(plan, reasons=(*plan.reasons, f"{worn}."))
-            if config.verbose or written * steps >= _WORN * endurance.value:
-                say(console, worn)
-        return Steps(session, evaluated, tokenizer, run_dir, plan, mesh, console).run(beginning)
+        say(console, expected(batches, config.max_steps, beginning.done, step_s, evaluated is not None))
+        plan = _with_wear(config, plan, model, beginning.done, mesh, console)
+        trainer = RunTrainer(config, passes, batches, run_dir, beginning.done, mesh, console)
+        evaluator = None
+        if evaluated is not None:
+            evaluator = Evaluator(evaluated, data.tokenizer, mesh, config.sequence_parallel)
+        progress = Progress(console, config.max_steps, beginning.done)
+        callback = RunCallback(trainer, evaluator, data.tokenizer, plan, beginning.later, progress)
+        for tracker in trackers:
+            tracker.folder = run_dir.tensorboard, beginning.done + 1
+            trainer.add_callback(tracker)
+        trainer.add_callback(callback)
+        # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
+        # on it. Ranks with other batches, layers or parts of sequences drop other elements.
+        part = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
+        _seed_all(config.seed + part * batches.ranks + batches.rank)
+        with _nothing_left(run_dir, callback), closing(callback), progress:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.path))
+        return callback.result()
     finally:
         optimizer.close()
+
+
+def _wrapped(config: TrainConfig, built: nn.Module, rule: Rule, mesh: Mesh) -> tuple[nn.Module, PagedOptimizer]:
+    # The last checkpoints and the best one.
+    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.save_total_limit + (config.evaluates and config.keep_best)
+    matrices_only = config.weight_decay_on == "matrices"
+    return wrap(
+        built,
+        rule,
+        param_groups=no_decay_groups(built, rule.defaults().get("weight_decay", 0.0)) if matrices_only else None,
+        memory=replace(config.memory, ssd_checkpoints=kept),
+        precision=config.part(MixedPrecision),
+        max_grad_norm=config.max_grad_norm,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        update=config.part(Updates),
+        activations=config.part(Activations),
+        tiles=config.part(Tiles),
+        mesh=mesh,
+    )
+
+
+def _with_wear(
+    config: TrainConfig, plan: ChosenPlan, model: nn.Module, done: int, mesh: Mesh, console: Console
+) -> ChosenPlan:
+    """The plan with how much the run wears its drive. Prints that if it is much."""
+    endurance = endurance_of(config.memory.ssd_directories, mesh.everyone.nodes)
+    written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
+    if endurance is None or not written:
+        return plan
+    steps = config.max_steps - done
+    worn = f"SSD: {wear(written, steps, endurance)}"
+    if config.verbose or written * steps >= _WORN * endurance.value:
+        say(console, worn)
+    return replace(plan, reasons=(*plan.reasons, f"{worn}."))
+
+
+@contextmanager
+def _nothing_left(run_dir: RunDir, callback: RunCallback) -> Iterator[None]:
+    """Delete what a run has written before its first step if that fails: a tracker's files."""
+    had = run_dir.tensorboard.exists()
+    try:
+        yield
+    except BaseException:
+        if not had and not callback.has_written:
+            shutil.rmtree(run_dir.tensorboard, ignore_errors=True)
+        raise
+
+
+def _seed_all(seed: int) -> None:
+    """Seed every random generator that a model may use."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _check_optimizer(config: TrainConfig) -> None:

@@ -1,74 +1,31 @@
-"""What the ranks of a run share: results, and the metrics of a step with their files."""
+"""The metrics of a step on all ranks, and the files that each rank writes."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from pagoda.errors import ConfigError, PagodaError
 from pagoda.memory.files import storage_errors
 from pagoda.mesh.mesh import Mesh
+from pagoda.mesh.sharing import from_all
 from pagoda.schedule.served import add_counts, hit_rate
-from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
 from pagoda.train.run_dir import RunDir
 
-_T = TypeVar("_T")
 
-
-def from_first(mesh: Mesh, what: str, find: Callable[[], _T]) -> _T:
-    """Returns the first rank's result on every rank, or raises its error there. `what` names the result in errors."""
-    found: Any = None
-    if mesh.everyone.rank == 0:
-        try:
-            found = find()
-        except PagodaError as error:
-            found = error
-    found = from_all(mesh, what, found)[0]
-    if isinstance(found, PagodaError):
-        raise found
-    result: _T = found
-    return result
-
-
-def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
-    """Returns the results of all ranks, by rank, on every rank. `what` names them in errors. Those of the last stage of
-    a pipeline come last."""
-    found: list[Any] = [mine] * mesh.everyone.size
-    if len(found) > 1:
-        mesh.on_all_ranks(what, lambda: dist.all_gather_object(found, mine))
-    return found
-
-
-def ranks_with_batches(config: TrainConfig, mesh: Mesh) -> int:
-    """Number of ranks, or of groups of ranks that divide sequences, that have batches of their own. Raises ConfigError
-    if ranks are left over."""
-    ranks, divided = mesh.ranks.data_parallel, config.sequence_parallel
-    if ranks % divided:
-        raise ConfigError(
-            f"--sequence-parallel is {divided}, which does not divide the {ranks} ranks: start torchrun with "
-            f"--nproc-per-node {divided}, or a multiple of it"
-        )
-    return ranks // divided
-
-
-def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
-    """The metrics of all ranks together, and the signal that any of them has received, which stops all ranks.
+def share_metrics(mesh: Mesh, mine: StepMetrics) -> StepMetrics:
+    """The metrics of all ranks together.
 
     They are the mean of losses (of the last stage of a pipeline), the maximum of seconds, stalls and peaks, and the sum
     of bytes and counts. Seconds of accesses are the mean over ranks.
     """
-    said = from_all(mesh, "the metrics of a step", (mine, stopped_by))
-    by_rank = [metrics for metrics, _ in said]
+    by_rank = from_all(mesh, "the metrics of a step", mine)
     if len(by_rank) == 1:
-        return mine, stopped_by
+        return mine
     first, losses = by_rank[0], [metrics.loss for metrics in by_rank[-mesh.size :]]
     aux_losses = [metrics.aux_loss for metrics in by_rank if metrics.aux_loss is not None]
     accesses = add_counts((metrics.accesses for metrics in by_rank), ranks=len(by_rank))
     slowest = max(metrics.step_s for metrics in by_rank)
-    together = replace(
+    return replace(
         first,
         loss=math.fsum(losses) / len(losses),
         aux_loss=math.fsum(aux_losses) / len(aux_losses) if aux_losses else None,
@@ -81,7 +38,6 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
         hit_rate=hit_rate(accesses),
         faults=sum(metrics.faults for metrics in by_rank),
     )
-    return together, next((signal for _, signal in said if signal is not None), None)
 
 
 class MetricsFiles:
