@@ -112,7 +112,7 @@ class ExportConfig:
     """Directory to write. It must not exist, and it appears complete or not at all."""
     checkpoint: str = "last"
     """For a run: last, best (by evaluation; without evaluations, the last), or the name of a checkpoint, such as
-    step-000100."""
+    checkpoint-100."""
     dtype: Literal["bf16", "fp32"] | None = None
     """bf16, or fp32 for the master weights. By default the precision in which the model computed."""
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GiB"
@@ -135,7 +135,7 @@ class GenerateConfig:
     """System prompt of a chat."""
     checkpoint: str = "last"
     """For a run: last, best (by evaluation; without evaluations, the last), or the name of a checkpoint, such as
-    step-000100."""
+    checkpoint-100."""
     max_new_tokens: int = 128
     """Most tokens to generate. Fewer if the model has no more positions."""
     do_sample: bool = False
