@@ -102,7 +102,7 @@ def digest(run: Path) -> str:
     """A hash of the weights after the last step."""
     from pagoda.checkpoint.export import export
 
-    export(run / "checkpoints" / f"step-{STEPS:06d}", run / "exported")
+    export(run / f"checkpoint-{STEPS}" / "pagoda", run / "exported")
     return hashlib.sha256((run / "exported" / "model.safetensors").read_bytes()).hexdigest()
 
 
