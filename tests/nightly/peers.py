@@ -58,12 +58,10 @@ SUITES = {
         "not Slow and not vlm and not liger and not vllm and not Chunked",
     ),
     "accelerate": Suite(
-        tuple(f"test_{name}.py" for name in ("optimizer", "scheduler", "state_checkpointing", "accelerator")),
-        "not multiprocess and not test_accumulation",
+        tuple(f"test_{name}.py" for name in ("optimizer", "scheduler", "state_checkpointing", "accelerator"))
     ),
 }
-"""PEFT's tests that train. TRL's that need neither images nor a GPU. Accelerate's without several ranks: those that its
-`debug_launcher` forks lose a connection in `wrap` and wait for ever."""
+"""PEFT's tests that train. TRL's that need neither images nor a GPU."""
 
 
 def cache() -> Path:
