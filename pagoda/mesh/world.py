@@ -3,14 +3,12 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from pagoda.errors import ConfigError
 
 TIMEOUT_S = 600.0
 """Seconds that a rank waits for the others before it gives up. PAGODA_RANK_TIMEOUT overrides it."""
@@ -42,27 +40,9 @@ class World:
 
 
 def launched() -> World:
-    """The world that torchrun's environment describes.
-
-    A process group that the program has made of as many processes says which rank this is: of ranks that Accelerate's
-    `debug_launcher` forks, the environment has rank 0 for each. Raises ConfigError if that leaves open which node a
-    rank is on.
-    """
+    """The world that torchrun's environment describes."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if not all(name in os.environ for name in names):
-        return World()
-    world = World(*(int(os.environ[name]) for name in names))
-    if world.size == 1 or not dist.is_initialized() or dist.get_world_size() != world.size:
-        return world
-    rank = dist.get_rank()
-    if rank == world.rank:
-        return world
-    if world.local_size not in (1, world.size):
-        raise ConfigError(
-            f"RANK is {world.rank} in the environment, but this process is rank {rank} of torch's process group. Start "
-            "processes with torchrun, or let the environment and init_process_group(rank=...) have the same ranks."
-        )
-    return replace(world, rank=rank, local_rank=rank % world.local_size)
+    return World(*(int(os.environ[name]) for name in names)) if all(name in os.environ for name in names) else World()
 
 
 def was_restarted() -> bool:

@@ -226,9 +226,7 @@ class CollectiveOrder:
         self._part, self._list, self._wanted = None, (), None
 
     def close(self) -> None:
-        """Tell the others that this rank leaves. If one could not be reached, it would wait for an answer in vain."""
-        if self._transport.broken:
-            return
+        """Tell the others that this rank leaves."""
         self.leave(whole=False)
         self._settle(Call(CollectiveKind.LEAVE))
 

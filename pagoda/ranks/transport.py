@@ -134,7 +134,7 @@ class Transport:
             except RuntimeError:
                 if work.is_completed():
                     break  # it has failed, or the look ran out of time just before it ended
-                if gone or self.broken:  # then another thread could not reach a rank, so this one waits in vain
+                if gone:
                     raise
             gone = self._dead()  # what a rank sent before it ended may still arrive
         work.wait()
