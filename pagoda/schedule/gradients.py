@@ -148,7 +148,8 @@ class Gradients:
 
     def take(self, unit: int) -> GradientRecord:
         """Hand over the record of this step. Later gradients belong to the next step."""
-        record = self._earlier[unit] = self._records.pop(unit)
+        record = self._records.pop(unit)
+        self._earlier.setdefault(unit, record)
         return record
 
     def take_all(self) -> list[GradientRecord]:
