@@ -66,10 +66,14 @@ def check_not_empty(args: Sequence[str]) -> None:
 def value_of(args: Sequence[str], flag: str) -> str | None:
     """The value of a flag in a command line, or None."""
     for arg, after in zip(args, [*args[1:], ""], strict=bool(args)):
-        name, _, value = arg.partition("=")
-        if name == flag:
-            return value or after or None
+        if name_of(arg) == flag:
+            return arg.partition("=")[2] or after or None
     return None
+
+
+def name_of(arg: str) -> str:
+    """The name of a flag in an argument. tyro takes --output_dir for --output-dir, as users of Trainer type it."""
+    return arg.partition("=")[0].replace("_", "-")
 
 
 def with_flags(message: str, config: type | None) -> str:

@@ -97,7 +97,8 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     )
     assert [line["step"] for line in work.metrics("run")] == [1]
     assert (work.root / "run" / "checkpoint-1").is_dir()
-    assert main(work.resuming("run", "--max-steps", "2")) == 0
+    names = {"--resume-from-checkpoint": "--resume_from_checkpoint", "--output-dir": "--output_dir"}  # as in Trainer
+    assert main([names.get(arg, arg) for arg in work.resuming("run", "--max_steps", "2")]) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
 
 
