@@ -75,12 +75,16 @@ def sources(name: str) -> Path:
     version, suite = metadata.version(name), SUITES[name]
     folder = cache() / f"{name}-{version}"
     if not _has(folder, suite):
+        if folder.exists():
+            raise UnavailableError(f"{folder} has no tests of {name}: move it, and its sources are brought here")
         cache().mkdir(parents=True, exist_ok=True)
-        _from_pip(name, version)
-    if not _has(folder, suite):
-        _run("rm", "-rf", str(folder))
-        url = f"https://github.com/huggingface/{name}"
-        _run("git", "clone", "--quiet", "--depth", "1", "--branch", f"v{version}", url, str(folder))
+        with tempfile.TemporaryDirectory(dir=cache()) as scratch:
+            found = _from_pip(name, version, Path(scratch))
+            if not _has(found, suite):
+                found = Path(scratch, "repository")
+                url = f"https://github.com/huggingface/{name}"
+                _run("git", "clone", "--quiet", "--depth", "1", "--branch", f"v{version}", url, str(found))
+            found.rename(folder)
     (folder / "tests" / "__init__.py").touch()
     missing = [need for need in suite.needs if not [*(site := cache() / "site").glob(f"{need.replace('-', '_')}-*")]]
     if missing:
@@ -92,13 +96,14 @@ def _has(folder: Path, suite: Suite) -> bool:
     return any((folder / "tests" / file).exists() for file in suite.files)
 
 
-def _from_pip(name: str, version: str) -> None:
-    with tempfile.TemporaryDirectory() as into:
-        pip = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation")
-        _run(*pip, "--no-binary", ":all:", "-d", into, f"{name}=={version}")
-        (archive,) = Path(into).glob("*.tar.gz")
-        with tarfile.open(archive) as tar:
-            tar.extractall(cache(), filter="data")
+def _from_pip(name: str, version: str, into: Path) -> Path:
+    """The directory with the source distribution."""
+    pip = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation")
+    _run(*pip, "--no-binary", ":all:", "-d", str(into), f"{name}=={version}")
+    (archive,) = into.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(into, filter="data")
+    return into / archive.name.removesuffix(".tar.gz")
 
 
 def _run(*command: str) -> None:
