@@ -29,7 +29,7 @@ from pagoda.optim.rule import PRECISIONS, Rule
 from pagoda.optim.warm import warm_up
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
-from pagoda.plan.placement import LEASES
+from pagoda.plan.placement import LEASES, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.second_placement import Needs, SecondPlacement
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD, update_threads
@@ -116,9 +116,8 @@ class Engine:
         threads = update_threads(torch.get_num_threads()) if side_by_side else 1
         self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
         self.rule = rule
-        moves = bool(plan.placement.speculated) or plan.options.asynchronous
         for weight, kept in plan.layout.forms:
-            warm_up(rule, PRECISIONS[weight], kept, elsewhere=moves)
+            warm_up(rule, PRECISIONS[weight], kept, elsewhere=bool(plan.placement.pages(HOST, VERSIONS)))
             device.warm_up(rule, PRECISIONS[weight], kept)
         self.gradients = GradientBuffers(self.store, self._lanes, device, self._meter)
         self.leases = Fetcher(self.store, units, device, self._lanes, self.scheduler)
@@ -227,15 +226,14 @@ class Engine:
             self._executor.let_go()
             moved = True
             try:
-                self.store.move(plan)
+                self._move_states(plan)
             except BudgetError as error:
                 _log.warning("States stay where they were: %s", error)
                 moved = False
             if not all(self.of_all_ranks("whether states could move", moved)):
                 plan, moved = self.plan, False
-                self.store.move(plan)
+                self._move_states(plan)
             self.plan = self.accesses.plan = plan
-            self.accesses.tell(self.scheduler.moved, schedule_plan(plan))
             self._speculations = 0, 0
             for part in (self.gradients, self.leases, self._threads.updates, self.rank_group, self.graphs):
                 if part is not None:
@@ -246,6 +244,10 @@ class Engine:
         # No rank goes on before all have moved, because it may ask others for weights.
         self.of_all_ranks("the end of moving states", None)
         return moved
+
+    def _move_states(self, plan: Plan) -> None:
+        self.store.move(plan)
+        self.accesses.tell(self.scheduler.moved, schedule_plan(plan))
 
     def of_all_ranks(self, what: str, mine: T) -> list[T]:
         """Every rank's value. All ranks call this at the same point of their programs, which `what` describes: if some
@@ -325,6 +327,7 @@ class Engine:
         finally:
             self._executor.updates.gives_up = False
         try:
+            self.accesses.tell(self.scheduler.replaced, lags)
             with self.store.replacing():
                 yield
             self.accesses.wait_until_idle()

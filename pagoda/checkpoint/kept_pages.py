@@ -17,7 +17,7 @@ from pagoda.memory.page import PageRun
 from pagoda.memory.sizes import format_bytes
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
-from pagoda.plan.placement import SPARE, UNDO
+from pagoda.plan.placement import VERSIONS
 from pagoda.plan.tiers import SSD
 
 _log = logging.getLogger("pagoda")
@@ -95,7 +95,7 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
         layout[WEIGHT] = DTYPE_NAMES[unit.spec.dtype]
     extents, spans = {}, {}
     for state in states:
-        run = store.run(unit.index, store.newest_extent(unit.index, state.name))
+        run = store.run(unit.index, state.name)
         if run is not None:
             extents[state.name] = [run.start, run.count]
             spans[state.name] = [[s.start, s.stop, s.at] for s in store.shards.held(unit.spec, state.name)]
@@ -106,25 +106,26 @@ def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
     """Whether the pages of one more checkpoint can be kept, once the replaced ones are deleted. If the user asked for
     room and it is taken, a warning says so.
 
-    The slots for undoing updates must stay free. Other slots may be occupied, by pages that a deleted run has left.
+    The slots for speculative updates must stay free. Other slots may be occupied, by pages that a deleted run has left.
     """
     ssd, plan = engine.store.ssd, engine.plan
     if ssd is None:
         return False
     pages = plan.placement.changing_on_ssd(plan.layout)
-    if plan.options.keep_checkpoints == 0 or plan.placement.pages(SSD, SPARE) < pages:
+    undone = plan.placement.speculated_on_ssd(plan.layout)
+    if plan.options.keep_checkpoints == 0 or plan.placement.pages(SSD, VERSIONS) - undone < pages:
         return False
     gone = {reference["commit"] for old in removables(replaces) for reference in old.references}
     frozen = [
         PageRun(run.stop - plan.layout.frozen_pages(unit, WEIGHT), plan.layout.frozen_pages(unit, WEIGHT))
         for unit in plan.units
-        for run in engine.store.runs(unit.index, WEIGHT)
+        if (run := engine.store.run(unit.index, WEIGHT)) is not None
     ]
     try:
         room, why = ssd.room_beside(gone, frozen), "checkpoints that are kept have taken the room for its pages"
     except (BudgetError, StorageError) as error:
         room, why = 0, str(error)
-    if room - plan.placement.pages(SSD, UNDO) >= pages:
+    if room - undone >= pages:
         return True
     _log.log(
         logging.INFO if plan.options.keep_checkpoints is None else logging.WARNING,

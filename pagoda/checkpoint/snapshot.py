@@ -288,8 +288,8 @@ class Snapshot:
         store = self._engine.store
         moved = [each for each in parameters if blocks and each.division != checkpoint.division(each.whole)]
         for state in states:
-            found = adoptable.get((unit.index, state.name))
-            if found and store.ssd and all(store.ssd.adopt(run, *found) for run in store.runs(unit.index, state.name)):
+            found, run = adoptable.get((unit.index, state.name)), store.run(unit.index, state.name)
+            if found and run and store.ssd and store.ssd.adopt(run, *found):
                 continue
             for parameter in parameters:
                 is_copied = state.name in (*OF_WEIGHTS, WEIGHT_BACK) or parameter not in moved

@@ -23,18 +23,17 @@ from pagoda.plan.placement import (
     LEASES,
     RING,
     SERVING,
-    SPARE,
     STAGING,
-    UNDO,
+    VERSIONS,
     Budgets,
     Placement,
 )
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
 
-COPIED_SHARE = 4
-"""Copies for a checkpoint may take one of this many bytes of the states in RAM. Most states are written before their
-next update."""
+MOVED_SHARE = 4
+"""New versions during a checkpoint may take one of this many bytes of the states in RAM. Most states are written before
+their next update."""
 _STAGED = 4
 """Most gradients of the widest unit in the staging region, if units are updated during backward."""
 
@@ -161,9 +160,10 @@ class _Placer:
         slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
         if slots:
             host[RING] = slots * slot
-        copied = min(self._copied(host), self.host - sum(host.values()))
+        spare, left = host.pop(VERSIONS, 0), self.host - sum(host.values())
+        if versions := max(spare, min(self._for_checkpoints(host), left)):
+            host[VERSIONS] = versions
         host |= self.fixed
-        host[CHECKPOINT] += max(0, copied)
         self._add_spare(ssd)
         lines = {tier: pages for tier, pages in ((HOST, host), (SSD, ssd), (DEVICE, device)) if pages}
         return Placement(homes, lines, slots, speculated, on_device)
@@ -299,7 +299,7 @@ class _Placer:
         return max(least, min(most, (self.host - taken) // slot))
 
     def _aside(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
-        """Pages in RAM and on SSD for a second version of a unit's states. `weight_in` and `moments_in`: whether its
+        """Pages in RAM and on SSD for another version of a unit's states. `weight_in` and `moments_in`: whether its
         weights and moments live in RAM. (0, 0) if it has no second version: if most of its weights are frozen,
         these would take the room, and its update is short.
         """
@@ -311,10 +311,10 @@ class _Placer:
         return sum(layout.pages(unit, state.name) for state in in_ram), on_ssd
 
     def _speculate(self, kept: _InRam, slot: int, host: dict[str, int], ssd: dict[str, int]) -> frozenset[int]:
-        """Units whose old states fit in addition to the new ones. Adds the lines for undoing updates.
+        """Units of which two versions fit. Adds the lines for the second ones.
 
-        Units with moments on SSD come first, because their updates take longest. The others must leave room for a
-        checkpoint, and are chosen only with a separate device: if the CPU computes, they gain nothing.
+        Units with moments on SSD come first, because their updates take longest. The others are chosen only with a
+        separate device: if the CPU computes, they gain nothing.
         """
         if not self.speculates:
             return frozenset()
@@ -327,38 +327,37 @@ class _Placer:
         chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - at_home}, left, free)
         if self.device is not None:
             others = kept.moments - at_home
-            room = left - ram - self._copied(host)
-            more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, room, free - pages)
+            more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, left - ram, free - pages)
             chosen, ram, pages = chosen | more, ram + more_ram, pages + more_pages
-        host.update({UNDO: ram} if ram else {})
-        ssd.update({UNDO: pages} if pages else {})
+        host.update({VERSIONS: ram} if ram else {})
+        ssd.update({VERSIONS: pages} if pages else {})
         return chosen
 
-    def _copied(self, host: Mapping[str, int]) -> int:
-        """Pages for states in RAM that a checkpoint has not written when their next update comes, if they fit. None if
-        activations may go to RAM, which they do in every step."""
+    def _for_checkpoints(self, host: Mapping[str, int]) -> int:
+        """Pages for new versions of states in RAM that a checkpoint has not written when their next update comes, if
+        they fit. None if activations may go to RAM, which they do in every step."""
         if self.options.may_offload and self.device is not None:
             return 0
-        return sum(host.get(state.name, 0) for state in self.layout.states) // COPIED_SHARE
+        return sum(host.get(state.name, 0) for state in self.layout.states) // MOVED_SHARE
 
     def _spare(self, ssd: Mapping[str, int]) -> int:
         """Pages on SSD for changes while checkpoints keep their own pages: as many checkpoints as requested, or as
         fit. Frozen weights do not change."""
-        needed = sum(ssd.values()) - ssd.get(UNDO, 0)
+        needed = sum(ssd.values()) - ssd.get(VERSIONS, 0)
         state = needed - ssd.get(GRAD, 0) - self.frozen_on_ssd
         if self.options.keep_checkpoints is not None:
             return self.options.keep_checkpoints * state
         return state if needed + state <= (self.ssd or 0) else 0
 
     def _add_spare(self, ssd: dict[str, int]) -> None:
-        needed, spare, available = sum(ssd.values()) - ssd.get(UNDO, 0), self._spare(ssd), self.ssd or 0
+        needed, spare, available = sum(ssd.values()) - ssd.get(VERSIONS, 0), self._spare(ssd), self.ssd or 0
         if needed > available:
             self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
         if needed + spare > available:
             setting = "memory.ssd='DIR:SIZE', or lower memory.ssd_checkpoints (--save-total-limit; 0: copy)"
             self._refuse(SSD, needed + spare, available, setting)
         if spare:
-            ssd[SPARE] = spare
+            ssd[VERSIONS] = ssd.get(VERSIONS, 0) + spare
 
     # --- a device of its own ------------------------------------------------------------------------------
 

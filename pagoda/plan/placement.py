@@ -12,26 +12,24 @@ from pagoda.plan.tiers import DEVICE, HOST, SSD
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS, SERVING = "collective", "serving"
 CHECKPOINT = "checkpoint"
-SPARE = "spare"
-UNDO = "undo"
+VERSIONS = "versions"
 ACTIVATIONS = "activations"
 LINES_AFTER_STATES = (
-    *(WEIGHT_BACK, GRAD, SPARE, UNDO, GRAD_QUEUE, LEASES, UPDATE_RING, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT),
+    *(WEIGHT_BACK, GRAD, VERSIONS, GRAD_QUEUE, LEASES, UPDATE_RING, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT),
     *(WORK, COLLECTIVE_BUFFERS, SERVING, ACTIVATIONS),
 )
 """The lines of a tier that are not homes of states, in the order in which tables show them."""
 MEANING: Mapping[str, str] = {
     WEIGHT_BACK: "the weights that asynchronous updates write",
     GRAD_QUEUE: "gradients that wait for their asynchronous update",
-    SPARE: "pages for new values while checkpoints keep the old ones",
-    UNDO: "a second version of states that are updated before it is known whether gradients are clipped or dropped",
+    VERSIONS: "other versions of states, while a checkpoint or a step that may be clipped or dropped needs the old one",
     LEASES: "weights while forward and backward use them",
     UPDATE_RING: "blocks of state that pass through the device for their update",
     STAGING: "gradients on their way to an update or to SSD",
     RING: "blocks of state from SSD that pass through RAM for their update",
     FETCH_RING: "pieces of weights on their way from SSD to the device",
     BOUNCE: "pieces of gradients from the device that are added in RAM",
-    CHECKPOINT: "states that change before a checkpoint has written them",
+    CHECKPOINT: "a piece of state on its way to a checkpoint",
     WORK: "fp32 copies of the parameter that is being updated",
     COLLECTIVE_BUFFERS: "gradients while ranks add them up",
     SERVING: "weights on SSD that ranks send each other",
@@ -111,6 +109,15 @@ class Placement:
             layout.pages(layout.units[unit], state) - layout.frozen_pages(layout.units[unit], state)
             for (unit, state), home in self.homes.items()
             if home == SSD and state != GRAD and self.pages(SSD, state)
+        )
+
+    def speculated_on_ssd(self, layout: Layout) -> int:
+        """Pages on SSD for other versions of units that are updated before it is known whether gradients are
+        clipped."""
+        return sum(
+            layout.pages(layout.units[unit], state)
+            for (unit, state), home in self.homes.items()
+            if home == SSD and unit in self.speculated and state != GRAD
         )
 
     def units_with(self, tier: str, states: Collection[str]) -> frozenset[int]:

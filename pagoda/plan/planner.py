@@ -174,11 +174,21 @@ class Plan:
         late = [replace(self.layout.weight, name=WEIGHT_BACK)] if self.options.asynchronous else []
         return (*self.layout.states, *late)
 
-    def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:
-        """State -> pages, for what a checkpoint may hold of a unit from RAM or the device."""
-        names = [state.name for state in self.saved_states if self.layout.has(unit, state.name)]
-        pages = {name: self.layout.pages(unit, name) for name in names if self.placement.home(unit.index, name) != SSD}
-        return {name: count for name, count in pages.items() if count}
+    @property
+    def spare_runs(self) -> dict[str, tuple[int, ...]]:
+        """Tier in memory -> the pages of each spare run for versions: of every state of the units that are updated
+        speculatively, or of the weights if updates are asynchronous."""
+        spares: dict[str, tuple[int, ...]] = {}
+        for unit in self.units:
+            states = self.layout.states_of(unit) if unit.index in self.placement.speculated else ()
+            for state in (self.layout.weight,) if self.options.asynchronous else states:
+                tier, pages = (
+                    self.placement.homes.get((unit.index, state.name), HOST),
+                    self.layout.pages(unit, state.name),
+                )
+                if tier != SSD and pages:
+                    spares[tier] = (*spares.get(tier, ()), pages)
+        return spares
 
     def update_block(self, unit: UnitSpec, threads: int) -> int:
         """Elements of a block of a unit's update by an element-wise rule. `threads` update units in RAM."""

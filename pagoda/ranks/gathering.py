@@ -12,11 +12,11 @@ from itertools import chain
 import torch
 
 from pagoda.errors import NonFiniteGradientError, RankError
-from pagoda.memory.page import pages_for
+from pagoda.memory.page import PageRun, pages_for
 from pagoda.mesh.world import rank_timeout_s
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.collective import MESSAGE_BYTES
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.plan.placement import SERVING
 from pagoda.plan.tiers import HOST
 from pagoda.plan.units import UnitSpec
@@ -84,15 +84,17 @@ class Gathering:
 
         return self._collectives.submit(CollectiveKind.GATHER, unit, work, (own,), weights.nbytes)
 
-    def share(self, gradient: UnitGradient, extent: str) -> Handle:
-        """Bring every rank's updated slice of a unit's weights to this rank's home, `extent`, once its own is
-        updated."""
+    def share(self, gradient: UnitGradient) -> Handle:
+        """Bring every rank's updated slice of a unit's weights to where this rank's update has written its own, once it
+        has."""
         unit, updated = gradient.unit, gradient.updated
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         # Under backward, ranks may update others.
         alike = not self._store.plan.options.update_during_backward
         kind, nbytes = CollectiveKind.SHARE, unit.spec.trainable_numel * self._dtype(unit).itemsize
-        return self._collectives.submit(kind, unit, lambda _: self._share(unit, extent), (updated,), nbytes, alike)
+        return self._collectives.submit(
+            kind, unit, lambda _: self._share(unit, gradient.weights), (updated,), nbytes, alike
+        )
 
     def close(self) -> None:
         """Stop answering other ranks."""
@@ -122,8 +124,8 @@ class Gathering:
 
     # --- weights of all ranks ---
 
-    def _share(self, unit: LiveUnit, extent: str) -> None:
-        home, order = self._store.tensor(unit.index, extent), self._collectives.order
+    def _share(self, unit: LiveUnit, run: PageRun) -> None:
+        home, order = self._store.tensor(unit.index, WEIGHT, run), self._collectives.order
         if home is not None:
             self._share_into(unit, home)
             return
@@ -132,12 +134,12 @@ class Gathering:
             self._share_into(unit, self._shared.weights(unit))
             return
         try:
-            self._shared.read_own(unit, extent)
+            self._shared.read_own(unit, run)
         except BaseException:
             order.fail(Call(CollectiveKind.SHARE, unit.index), None, alike=True)
             raise
         self._share_into(unit, self._shared.weights(unit))
-        self._shared.write_others(unit, extent)
+        self._shared.write_others(unit, run)
 
     def _share_into(self, unit: LiveUnit, weights: torch.Tensor) -> None:
         """Complete a unit's trained weights with the other ranks' updated slices."""
@@ -153,7 +155,7 @@ class Gathering:
             self._await_version(unit, version, lambda: self._collectives.awaited)
             _end(self._executor.updated(unit))
             self._check_version(unit, version)
-        self._share(unit, self._store.newest_extent(unit.index, WEIGHT))
+        self._share(unit, self._executor.newest(unit))
 
     # --- one rank by itself ---
 
@@ -181,10 +183,8 @@ class Gathering:
         self._check_version(unit, version)
         if self._collectives.edition(unit) == version:
             _end(self._executor.updated(unit))
-        undone = self._executor.lend(unit)
+        self._executor.lend(unit)
         try:
-            if undone is not None:
-                undone.wait()
             yield from self._pieces(unit)
         finally:
             self._executor.take_back(unit)
@@ -192,8 +192,8 @@ class Gathering:
 
     def _pieces(self, unit: LiveUnit) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's slice of a unit, as it is now, in messages."""
-        front = self._store.front_extent(unit.index)
-        home = self._store.tensor(unit.index, front)
+        run, dtype = self._store.home(unit.index, WEIGHT_BACK), self._dtype(unit)
+        home = self._store.tensor(unit.index, WEIGHT, run)
         for span in self._shards.spans(unit.spec, WEIGHT):
             for start in range(0, len(span), self._most(unit)):
                 count, at = min(self._most(unit), len(span) - start), span.at + start
@@ -202,8 +202,8 @@ class Gathering:
                     continue
                 assert self._window is not None, "a plan with weights on SSD has room to serve them"
                 with self._reading:
-                    data = self._store.read_into(self._window, unit.index, front, at, count)
-                    yield span.start + start, torch.frombuffer(data, dtype=self._dtype(unit))
+                    data = self._store.read_into(self._window, dtype, run, at, count)
+                    yield span.start + start, torch.frombuffer(data, dtype=dtype)
 
     def _dtype(self, unit: LiveUnit) -> torch.dtype:
         return self._store.dtype(unit.index, WEIGHT)
@@ -254,7 +254,7 @@ class SharedWeights:
         """A unit's weights from its first element; undefined between two units."""
         return self._room.tensor(self._store.dtype(unit.index, WEIGHT))
 
-    def read_own(self, unit: LiveUnit, extent: str) -> None:
+    def read_own(self, unit: LiveUnit, run: PageRun) -> None:
         """Read this rank's updated slice of a unit. The other slices are still to come."""
         self._room.poison()
         own, pages = self._store.shards.updated(unit.spec), self._pages(unit)
@@ -264,25 +264,25 @@ class SharedWeights:
             reads.append(range(own.start * itemsize // self._page, pages_for(own.stop * itemsize, self._page)))
         if unit.spec.trainable_numel < unit.spec.numel and pages and not any(pages - 1 in each for each in reads):
             reads.append(range(pages - 1, pages))  # it may also have frozen weights, which others do not send
-        self._move("ssd_read", unit, extent, reads)
+        self._move("ssd_read", unit, run, reads)
 
-    def write_others(self, unit: LiveUnit, extent: str) -> None:
+    def write_others(self, unit: LiveUnit, run: PageRun) -> None:
         """Write the pages that hold parts of the other ranks' slices."""
         own, itemsize = self._store.shards.updated(unit.spec), self._store.dtype(unit.index, WEIGHT).itemsize
         begin = pages_for(own.start * itemsize, self._page)
         end = max(begin, own.stop * itemsize // self._page)
-        self._move("ssd_write", unit, extent, [range(begin), range(end, self._pages(unit))])
+        self._move("ssd_write", unit, run, [range(begin), range(end, self._pages(unit))])
 
     def _pages(self, unit: LiveUnit) -> int:
         return self._store.plan.layout.trained_weight_pages(unit.spec)
 
-    def _move(self, lane: str, unit: LiveUnit, extent: str, pages: Sequence[range]) -> None:
-        """Read or write pages of an extent, and wait for that."""
+    def _move(self, lane: str, unit: LiveUnit, run: PageRun, pages: Sequence[range]) -> None:
+        """Read or write pages of a run, and wait for that."""
         move = self._store.load if lane == "ssd_read" else self._store.save
         step, moves = max(1, _PIECE_BYTES // self._page), []
         for each in pages:
             for first in each[::step]:
                 at, nbytes = first * self._page, min(step, each.stop - first) * self._page
-                work = partial(move, unit.index, extent, at, self._room.view(at, nbytes))
+                work = partial(move, run, at, self._room.view(at, nbytes))
                 moves.append(self._lanes[lane].submit(work, (), nbytes, f"share {unit.spec.name}"))
         wait_all(moves)

@@ -2,14 +2,14 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.page import PageRun
 from pagoda.memory.region import Region
-from pagoda.plan.tiers import HOST
+from pagoda.plan.tiers import DEVICE, HOST
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
@@ -38,8 +38,8 @@ class _Reading:
 
     pieces: Iterator[CapturedPiece]
     """The pieces that no writer has taken yet."""
-    kept: PageRun | None
-    """The part of the reserve with the unit's old states, if an update has changed their home."""
+    runs: Mapping[str, PageRun]
+    """State -> the run in which it is."""
     writing: int = 0
     """Number of pieces that writers are writing."""
     handle: Handle = field(default_factory=Handle)
@@ -48,9 +48,8 @@ class _Reading:
 class Capture:
     """The states of every unit after the last `step()`. Writers take them piece by piece.
 
-    The scheduler says when a unit is read, and from where. It is either read in its home, which no update changes until
-    `read`'s handle ends, or in the reserve, into which `keep` has copied it. States on SSD whose pages become part of
-    the checkpoint have no pieces to write. Their pages are added to `frozen`.
+    The scheduler says when a unit is read, and from which runs. No update changes these until `read`'s handle ends.
+    States on SSD whose pages become part of the checkpoint have no pieces to write. Their pages are added to `frozen`.
 
     `_lock` guards everything. Nobody finishes a handle while holding it, because the scheduler may then ask for the
     next unit.
@@ -63,14 +62,14 @@ class Capture:
         extents: Mapping[int, Mapping[str, PageRun]],
     ) -> None:
         """`pieces` makes the pieces of a unit to write, when a writer takes them. `extents`: unit -> state -> the run
-        on SSD whose pages are kept."""
+        on SSD whose pages are kept: the one from which the unit is read."""
         self._store = store
         self._pieces = pieces
         self._extents = extents
         self.frozen = store.ssd.snapshot() if store.ssd is not None and extents else None
         """The pages on SSD that the checkpoint keeps. Complete once `pieces` has ended."""
         self.in_place = [unit.index for unit in store.plan.units if self._has_others_on_ssd(unit.index)]
-        """Units whose old states cannot be kept, because some of them are on SSD and are not kept as pages."""
+        """Units of which SSD has room for one version, because some states there are not kept as pages."""
         self._lock = threading.Condition()
         self._reading: list[_Reading] = []
         """Units that are being read, the first one at the front."""
@@ -78,28 +77,17 @@ class Capture:
         """Number of units that have not been read completely."""
         self._over = False
         self._error: BaseException | None = None
-        piece, spare = store.plan.layout.piece_pages, store.spare
-        self._bounce = Ring([spare.part(PageRun(0, piece))])
+        self._bounce = Ring([store.spare])
         """Buffer for a piece that cannot be written directly from its place."""
-        self._reserve = spare.part(PageRun(piece, spare.count - piece))
 
-    # --- for updates and the scheduler ---
+    # --- for the scheduler ---
 
-    def keep(self, unit: int, kept: PageRun) -> None:
-        """An update is about to change a unit. Copy its states in memory to pages `kept` of the reserve."""
-        self._freeze(unit)
-        if self._over:
-            return
-        store = self._store
-        for state, window in self._windows(unit, kept).items():
-            store.copy_out(unit, state, 0, len(window) // store.dtype(unit, state).itemsize, window)
-
-    def read(self, unit: int, kept: PageRun | None) -> Handle:
-        """Let writers take a unit's pieces, from its home or from the reserve. The handle ends with the last piece or
-        with the capture."""
-        if kept is None:
-            self._freeze(unit)
-        reading = _Reading(self._pieces(unit), kept)
+    def read(self, unit: int, runs: Sequence[PageRun]) -> Handle:
+        """Let writers take a unit's pieces from the runs of its states. The handle ends with the last piece or with the
+        capture."""
+        named = self._store.named(unit, runs)
+        self._freeze(unit, named)
+        reading = _Reading(self._pieces(unit), named)
         with self._lock:
             over = self._over
             if not over:
@@ -128,7 +116,7 @@ class Capture:
         """
         while (taken := self._take()) is not None:
             reading, piece = taken
-            in_ram = reading.kept is not None or self._store.plan.placement.home(piece.unit, piece.state) == HOST
+            in_ram = self._store.tier(piece.unit, piece.state) == HOST
             with nullcontext() if in_ram else self._bounce.one() as landing:
                 yield piece, self._bytes(reading, piece, landing)
             with self._lock:
@@ -163,38 +151,28 @@ class Capture:
 
     # --- parts ---
 
-    def _freeze(self, unit: int) -> None:
+    def _freeze(self, unit: int, runs: Mapping[str, PageRun]) -> None:
         with self._lock:
-            for run in () if self._over else self._extents.get(unit, {}).values():
+            for state, run in () if self._over else self._extents.get(unit, {}).items():
                 assert self.frozen is not None
+                assert run == runs[state], "nothing has moved since the checkpoint said which pages it keeps"
                 self.frozen.add(run)
 
     def _has_others_on_ssd(self, unit: int) -> bool:
         states, kept = self._store.plan.layout.states, self._extents.get(unit, {})
         return any(self._store.run(unit, state.name) is not None and state.name not in kept for state in states)
 
-    def _windows(self, unit: int, kept: PageRun) -> dict[str, memoryview]:
-        """Where the reserve has each state of a unit."""
-        plan, windows, at = self._store.plan, {}, kept.start
-        for state, pages in plan.pages_in_memory(plan.units[unit]).items():
-            windows[state] = self._reserve.part(PageRun(at, pages)).view()
-            at += pages
-        return windows
-
     def _bytes(self, reading: _Reading, piece: CapturedPiece, landing: Region | None) -> memoryview:
-        store, size = self._store, self._store.dtype(piece.unit, piece.state).itemsize
-        if reading.kept is not None:
-            window = self._windows(piece.unit, reading.kept)[piece.state]
-            return window[piece.at * size : (piece.at + piece.count) * size]
-        extent = store.newest_extent(piece.unit, piece.state)
-        home = store.tensor(piece.unit, extent)
+        store, run = self._store, reading.runs[piece.state]
+        dtype, home = store.dtype(piece.unit, piece.state), store.tensor(piece.unit, piece.state, run)
         if home is None:
             assert landing is not None
-            return store.read_into(landing.view(), piece.unit, extent, piece.at, piece.count)
+            return store.read_into(landing.view(), dtype, run, piece.at, piece.count)
+        source = home[piece.at : piece.at + piece.count]
         if landing is None:
-            return tensor_bytes(home[piece.at : piece.at + piece.count])
-        into = landing.view(0, piece.count * size)
-        store.copy_out(piece.unit, piece.state, piece.at, piece.count, into)
+            return tensor_bytes(source)
+        into = landing.view(0, source.nbytes)
+        store.copy_out(source, into, store.tier(piece.unit, piece.state) == DEVICE)
         return into
 
 

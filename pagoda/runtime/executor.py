@@ -8,7 +8,7 @@ from functools import partial
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
@@ -16,10 +16,10 @@ from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.leases import Fetcher
-from pagoda.runtime.speculation import Guess
 from pagoda.runtime.store import Store
 from pagoda.runtime.updates import Extents, RunningUpdate, UpdateStream
 from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.records import Update
 from pagoda.schedule.scheduler import Scheduler
 
 _log = logging.getLogger("pagoda")
@@ -48,8 +48,8 @@ class Executor:
     next."""
     capture: Capture | None = None
     """The checkpoint that is being written, if any."""
-    share: Callable[[UnitGradient, str], Handle] | None = None
-    """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes to an extent."""
+    share: Callable[[UnitGradient], Handle] | None = None
+    """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes."""
 
     def __post_init__(self) -> None:
         gradients = self._gradients
@@ -65,10 +65,10 @@ class Executor:
             Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
             Kind.UPDATE: self._update,
             Kind.READ_AHEAD: lambda op: self.updates.read_ahead(op.unit),
-            Kind.UNDO: self._undo,
             Kind.KEEP: self._keep,
+            Kind.ADOPT: self._adopt,
+            Kind.FREE: self._free,
             Kind.SHARE: self._share,
-            Kind.PUBLISH: self._publish,
             Kind.SAVE: self._save,
         }
 
@@ -116,12 +116,9 @@ class Executor:
         self.drive_error = None
         self.damage.cause = None
 
-    def lend(self, unit: LiveUnit) -> Handle | None:
-        """Another rank is about to read a unit's weights in their home. Returns the handle that it must wait for, if
-        any."""
+    def lend(self, unit: LiveUnit) -> None:
+        """Another rank is about to read a unit's weights in their home."""
         self.driver.tell(self._scheduler.others_read, unit.index)
-        guess = self._scheduler.weights(unit.index).guess
-        return None if guess is None or guess.payload is None else guess.payload.over
 
     def take_back(self, unit: LiveUnit) -> None:
         """The other rank has read the weights."""
@@ -131,6 +128,10 @@ class Executor:
         """A handle that ends when the unit's latest requested update has written its weights."""
         gradient = self._requested(unit)
         return None if gradient is None else gradient.updated
+
+    def newest(self, unit: LiveUnit) -> PageRun:
+        """Where the unit's newest weights are, after all updates that have ended."""
+        return self.driver.ask(partial(self._store.home, unit.index, WEIGHT))
 
     def is_to_come(self, unit: LiveUnit) -> bool:
         """Whether the unit's latest requested update has not begun yet."""
@@ -226,10 +227,13 @@ class Executor:
             self.capture.end(self.damage.cause or self.spill_failure)
 
     def _fetch(self, operation: Operation) -> None:
-        after = [] if operation.gradient is None else [operation.gradient.payload.shown]
-        if operation.undoing is not None:
-            after.append(operation.undoing.payload.over)
-        handle = self._leases.fetch(operation, self._units[operation.unit], after)
+        index, waits = operation.unit, operation.gradient
+        after: tuple[Handle, ...] = ()
+        source = partial(self._store.home, index, WEIGHT_BACK)
+        if waits is not None:  # where the update for which it waits has written them
+            gradient: UnitGradient = waits.payload
+            after, source = (gradient.shown,), partial(getattr, gradient, "weights")
+        handle = self._leases.fetch(operation, self._units[index], after, source)
         self._follow(operation, handle)
         handle.when_issued(lambda: self.driver.tell(self._issued, operation, handle))
 
@@ -250,15 +254,11 @@ class Executor:
     def _update(self, operation: Operation) -> None:
         assert operation.gradient is not None
         gradient: UnitGradient = operation.gradient.payload
-        guess = None
-        if operation.undoable:
-            guess = operation.about.payload = Guess(self._store, gradient, operation.home)
-            updated, written = guess.updated, guess.written
-        else:
-            updated, written = gradient.updated, gradient.written
-            gradient.begun = True
+        update: Update = operation.about
+        updated, written = update.payload = Handle(), Handle()
         store, unit = self._store, operation.unit
-        extents = Extents(store.newest_extents(unit), store.extents(unit, operation.home))
+        extents = Extents(store.homes(unit), store.named(unit, operation.runs))
+        gradient.weights = extents.write[WEIGHT]
         tell, scheduler = self.driver.tell, self._scheduler
         if operation.unit in store.plan.placement.on_device:
             gradient.issued = self._device.fence()
@@ -268,33 +268,25 @@ class Executor:
                 tell(scheduler.weights_written, operation)
 
         def ended(error: BaseException | None) -> None:
-            if guess is not None:
-                tell(guess.end)
             if isinstance(error, NonFiniteGradientError):
-                tell(self._refused, operation)
+                tell(scheduler.refused, operation)
             else:
                 self._ended(operation, error)
 
         updated.then(weights_written)
         all_of([written, updated]).then(ended)
-        kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
+        if not update.speculative:
+            self._is_final(update)
         used = partial(tell, scheduler.gradient_used, operation)
-        retried = guess is None and self.share is None  # other ranks would wait
+        retried = not update.speculative and self.share is None  # other ranks would wait
         suspended = partial(tell, self._note_drive_error) if retried else None
-        self.updates.submit(
-            RunningUpdate(gradient, gradient.segments, extents, guess, kept, updated, written, used, suspended)
-        )
+        self.updates.submit(RunningUpdate(gradient, gradient.segments, extents, updated, written, used, suspended))
 
     def _note_drive_error(self, error: BaseException) -> None:
         _log.warning("An update waits for a drive, and is tried again: %s", error)
         self.drive_error = error
         if self.capture is not None and self._scheduler.checkpoint_reads:
             self.capture.end(error)  # it may wait for this update
-
-    def _refused(self, operation: Operation) -> None:
-        self._scheduler.refused(operation)
-        if (guess := operation.about.payload) is not None:  # it has changed nothing
-            guess.over.finish()
 
     def _keep(self, operation: Operation) -> None:
         assert operation.gradient is not None
@@ -303,20 +295,30 @@ class Executor:
             gradient.unit.updated = True
             gradient.request()
             return
-        guess: Guess = operation.about.payload
-        guess.confirm()
-        if self._leases.in_place(gradient.unit):
-            self._leases.lease_home(gradient.unit)
+        self._is_final(operation.about)
+
+    def _is_final(self, update: Update) -> None:
+        """The gradient's handles end with those of an update, once the scheduler knows what they say."""
+        gradient: UnitGradient = update.record.payload
+        updated, written = update.payload
         gradient.begun = True
-        guess.updated.then(gradient.updated.finish)
-        guess.written.then(gradient.written.finish)
-        guess.written.then(lambda _: guess.close())
+        updated.then(gradient.updated.finish)
+        written.then(gradient.written.finish)
+
+    def _adopt(self, operation: Operation) -> None:
+        unit = self._units[operation.unit]
+        if self._leases.in_place(unit):
+            self._leases.lease_home(unit)
+
+    def _free(self, operation: Operation) -> None:
+        assert operation.run is not None
+        self._store.free(operation.unit, operation.home, operation.run)
 
     def _share(self, operation: Operation) -> None:
         assert self.share is not None, "only ranks share"
         assert operation.gradient is not None
         gradient: UnitGradient = operation.gradient.payload
-        handle = self.share(gradient, self._store.extent(operation.unit, WEIGHT, operation.home))
+        handle = self.share(gradient)
         handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))
 
@@ -324,39 +326,8 @@ class Executor:
         refused = isinstance(error, NonFiniteGradientError)  # on every rank
         self._ended(operation, None if refused else error)
 
-    def _copy_old_states(self, operation: Operation, run: PageRun) -> Handle:
-        """Copy the old states for the checkpoint. The updater would do this only after earlier updates, which may wait
-        for space on SSD until the checkpoint is complete."""
-
-        def told(error: BaseException | None) -> None:
-            if error is None:
-                self.driver.tell(self._scheduler.old_states_kept, operation)
-
-        capture = self.capture
-        keep = (lambda: None) if capture is None else partial(capture.keep, operation.unit, run)
-        handle = self._update_lane.submit(keep, (), 0, "keep")
-        handle.then(told)
-        return handle
-
-    def _undo(self, operation: Operation) -> None:
-        guess: Guess = operation.about.payload
-        handle = self._update_lane.submit(guess.revert, (), 0, "undo")
-        handle.then(guess.over.finish)
-        handle.then(lambda error: self.driver.tell(self._undone, operation, error))
-
-    def _undone(self, operation: Operation, error: BaseException | None) -> None:
-        if error is None:
-            self._scheduler.ended(operation)
-        else:
-            self._failed(operation, error)
-
     def _save(self, operation: Operation) -> None:
         if self.capture is None:  # writing it has failed
             self.driver.tell(self._scheduler.ended, operation)
         else:
-            self._follow(operation, self.capture.read(operation.unit, operation.run))
-
-    def _publish(self, operation: Operation) -> None:
-        unit = self._units[operation.unit]
-        if self._leases.in_place(unit):
-            self._leases.lease_home(unit)
+            self._follow(operation, self.capture.read(operation.unit, operation.runs))

@@ -12,6 +12,7 @@ import torch
 
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.sizes import format_bytes
+from pagoda.memory.versions import EMPTY
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.rule import Hyper
 from pagoda.parameters.unit import LiveUnit
@@ -80,6 +81,8 @@ class UnitGradient:
         self.issued = PAST
         """The point that compute's queue had reached when the update was issued. All work that reads the old weights is
         before it."""
+        self.weights = EMPTY
+        """Where its update writes the weights."""
         self.begun = False
         """Whether its update was given to a lane and cannot be undone."""
         self.updated = Handle()
@@ -357,7 +360,9 @@ class GradientBuffers:
             self._place(operation.gradient.payload, operation)
         view = self._staging.part(operation.run).view()
         label = f"{verb} {self._store.plan.units[operation.unit].name}"
-        return self._lanes[lane].submit(partial(move, operation.unit, GRAD, 0, view), (), view.nbytes, label)
+        run = self._store.run(operation.unit, GRAD)
+        assert run is not None, "the plan has room for it on SSD"
+        return self._lanes[lane].submit(partial(move, run, 0, view), (), view.nbytes, label)
 
     def deliver(self, gradient: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
         """Store or add elements of a unit's gradient, starting at element `start`. Returns the result's sum of squares.

@@ -13,7 +13,7 @@ from pagoda.memory.region import Region
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, LEASES
-from pagoda.plan.tiers import HOST
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.ring import Ring
@@ -99,7 +99,8 @@ class Fetcher:
                 self.lease_home(unit)
 
     def lease_home(self, unit: LiveUnit) -> None:
-        """Lease a unit in place, where its home is now. Views of an earlier place may see its contents change."""
+        """Lease a unit in place, in the run that accesses read now. Views of an earlier run may see its contents
+        change."""
         scheduled = self._scheduler.lease(unit.index)
         assert scheduled is not None
         base, before = self._store.in_place(unit.index, unit.spec.numel), scheduled.payload
@@ -124,8 +125,10 @@ class Fetcher:
         lease = self._by_storage.get(storage)
         return None if lease is None else lease.payload
 
-    def fetch(self, operation: Operation, unit: LiveUnit, after: Sequence[Handle]) -> Handle:
-        """Start a FETCH once `after` have ended."""
+    def fetch(
+        self, operation: Operation, unit: LiveUnit, after: Sequence[Handle], source: Callable[[], PageRun]
+    ) -> Handle:
+        """Start a FETCH once `after` have ended. `source` says then in which run the weights are."""
         run = operation.about.run
         dtype, page = self._store.dtype(unit.index, WEIGHT), self._region.page_bytes
         whole_pages = pages_for(unit.spec.numel * dtype.itemsize, page) * page
@@ -135,7 +138,7 @@ class Fetcher:
             frames = self._region.part(run)
             base = frames.tensor(dtype, unit.spec.numel)
             target = frames.tensor(torch.uint8, whole_pages)
-            ready = self._fill(unit, target, self._freed, (*after, *earlier))
+            ready = self._fill(unit, target, self._freed, (*after, *earlier), source)
             if self.gather is not None:
                 ready = self.gather(unit, frames.tensor(dtype), ready, self._freed)
         self._add(operation.about, LeasedWeights(unit, base, ready))
@@ -186,26 +189,36 @@ class Fetcher:
 
     # --- how weights get there ---
 
-    def _fill(self, unit: LiveUnit, into: torch.Tensor, free: Event, after: tuple[Handle, ...]) -> Handle:
-        """Start to bring a unit's weights, or this rank's slice of them, to `into` (uint8, whole pages), once compute
-        has passed `free` and `after` have ended.
+    def _fill(
+        self,
+        unit: LiveUnit,
+        into: torch.Tensor,
+        free: Event,
+        after: tuple[Handle, ...],
+        source: Callable[[], PageRun],
+    ) -> Handle:
+        """Start to bring a unit's weights, or this rank's slice of them, from a run to `into` (uint8, whole pages),
+        once compute has passed `free` and `after` have ended.
 
         There are three ways: RAM to a separate device (h2d); SSD directly to frames in RAM (ssd_read); SSD to a
         separate device through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
         """
         label = f"fetch {unit.spec.name}"
-        front = self._store.front_extent(unit.index)
-        home = self._store.tensor(unit.index, front)
         is_sliced = self._store.shards.is_sliced(unit.spec, WEIGHT)
         parts = self._slices(unit, into) if is_sliced else [_Part(into, 0)]
-        if home is not None:
-            extent = home.view(torch.uint8)
+        if self._store.tier(unit.index, WEIGHT) != SSD:
             nbytes = sum(part.target.nbytes for part in parts)
-            return self._lanes["h2d"].submit(lambda: self._copy(parts, extent, free), after, nbytes, label)
+
+            def copy() -> Event:
+                home = self._store.tensor(unit.index, WEIGHT, source())
+                assert home is not None, "it is in memory"
+                return self._copy(parts, home.view(torch.uint8), free)
+
+            return self._lanes["h2d"].submit(copy, after, nbytes, label)
         straight = self._store.plan.budgets.device is None and not is_sliced
         fills = []
         for start, held in self._pieces(parts):
-            load = partial(self._store.load, unit.index, front, start)
+            load = partial(self._load, source, start)
             if straight:
                 (piece,) = held
                 view = memoryview(piece.target.numpy().data)
@@ -213,6 +226,9 @@ class Fetcher:
             else:
                 fills.append(self._through_ring(load, held, after, free, label))
         return all_of(fills)
+
+    def _load(self, source: Callable[[], PageRun], offset: int, into: memoryview) -> None:
+        self._store.load(source(), offset, into)
 
     def _slices(self, unit: LiveUnit, whole: torch.Tensor) -> list[_Part]:
         """This rank's slice of a unit's weights, at its place in the whole."""

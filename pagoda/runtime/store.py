@@ -1,11 +1,9 @@
 """The store: the home of every extent, and slow access to its elements."""
 
-import ctypes
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +19,8 @@ from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.mesh.shards import Shards
 from pagoda.plan.device_updates import WORK
-from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, back
-from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
+from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK
+from pagoda.plan.placement import CHECKPOINT, LEASES, RING, STAGING, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import DEVICE, HOST, SSD
@@ -30,7 +28,12 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.lanes import SSD_THREADS
 from pagoda.runtime.ring import Ring
+from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
+from pagoda.schedule.versions import first_runs, version_pools
+
+Runs = Mapping[str, PageRun]
+"""State -> the run in which it is, of one unit."""
 
 
 class _Move(NamedTuple):
@@ -40,21 +43,22 @@ class _Move(NamedTuple):
     """Where they are in memory, if they are there."""
     run: PageRun | None
     """Where they are on SSD, if they are there."""
-    to: Collection[tuple[int, str]]
-    """Unit and name of each extent to which they go."""
+    to: tuple[int, str]
+    """The unit and the state."""
+    home: PageRun
+    """The run to which they go."""
 
 
 class Store:
     """Allocates every extent where the plan puts it.
 
-    Extents in RAM are tensors over the host arena. Extents on SSD are runs of pages; those of gradients are in no
-    checkpoint. `read` and `write` of elements serve construction, checkpoints and inspection. They run only while no
-    update is in flight, and wait for a slot of the ring, through which pages of SSD pass.
+    The pages of a tier for states are runs, which the scheduler gives to versions (`schedule/versions.py`). A run in
+    memory is a tensor over the tier's arena; one on SSD is pages of the tier's file. Gradients have extents of their
+    own; those on SSD are in no checkpoint. `read` and `write` of elements serve construction, checkpoints and
+    inspection. They run only while no update is in flight, and wait for a slot of the ring, through which pages of SSD
+    pass.
 
-    A state may have two extents, numbered 0 and 1: weights with asynchronous updates, and every state in RAM of a unit
-    that is updated speculatively. Leases read the `front`. An update writes the other one, and then they are exchanged.
-    The scheduler knows which is which. As a state of its own (`Plan.saved_states`), WEIGHT_BACK is the extent of the
-    weights without the newest values.
+    As a state of its own (`Plan.saved_states`), WEIGHT_BACK is the weights that accesses read.
     """
 
     def __init__(
@@ -81,13 +85,15 @@ class Store:
         """Number of calls of `write`."""
         self._writing = threading.Lock()
         """Held while elements on SSD are written: threads may write to different parts of one page."""
-        self._replaced: set[tuple[int, str, int]] | None = None
-        """While every state is being replaced: the pages of which a part has been written, by unit, extent and first
-        byte."""
+        self._replaced: set[int] | None = None
+        """While every state is being replaced: the pages on SSD of which a part has been written."""
+        self._aside: dict[tuple[int, str], torch.Tensor] = {}
+        """(unit, state) -> its newest values, while states of a separate device are in RAM to move."""
         self._open(plan)
-        for (_, state), tensor in self._tensors.items():
-            if state != GRAD:
-                tensor.zero_()
+        for unit in plan.units:
+            for state in self._numbers[unit.index]:
+                if (home := self.tensor(unit.index, state)) is not None:
+                    home.zero_()
         self._make_room_on_ssd(plan)
         self._place_on_ssd({})
         self.host.arena.lock()
@@ -105,12 +111,25 @@ class Store:
         self.device = device
         """All pages of a separate device. None if compute reads RAM."""
         self.host = host
-        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
-        self._runs: dict[tuple[int, str], PageRun] = {}
-        for unit in plan.units:
-            self._open_unit(unit)
-        self.gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
-        """unit -> all its gradient extents in RAM. There are several if gradients wait for updates."""
+        pools = version_pools(schedule_plan(plan))
+        self._regions: dict[str, Region] = {}
+        """Tier in memory -> its pages for states."""
+        for tier, (homes, spares, reserve) in pools.items():
+            if tier != SSD:
+                memory = host if tier == HOST else device
+                assert memory is not None, "a plan has states only in tiers that it has"
+                self._regions[tier] = memory.take(sum(homes) + sum(spares) + reserve)
+        self._numbers = [
+            {state.name: number for number, state in enumerate(plan.layout.states_of(unit))} for unit in plan.units
+        ]
+        """By unit: state -> its number."""
+        homes, spares, _ = pools.get(SSD, ([], [], 0))
+        self._on_ssd = sum(homes) + sum(spares)
+        """Page numbers on SSD for states. Those of gradients follow."""
+        self._gradient_runs: dict[int, PageRun] = {}
+        """unit -> the pages on SSD of its gradient."""
+        self.gradients = {unit.index: self._open_gradients(unit) for unit in plan.units}
+        """unit -> all its gradient extents in memory. There are several if gradients wait for updates."""
         slots = placement.ring_slots
         self.slots = [self.host.take(placement.pages(HOST, RING) // slots) for _ in range(slots)]
         """Slots through which states on SSD stream. Each serves one block at a time."""
@@ -120,7 +139,7 @@ class Store:
         self.work = self.host.take(work) if work else None
         """Frames for fp32 copies, if the rule computes on them."""
         self.spare = self.host.take(placement.pages(HOST, CHECKPOINT))
-        """Frames for states that a checkpoint has not written when their next update comes."""
+        """Frames for a piece of state on its way to a checkpoint."""
         self.host_bytes = page * sum(n for line, n in placement.lines[HOST].items() if line not in (LEASES, STAGING))
         """Bytes of homes and rings, without leases and staging, whose use varies."""
 
@@ -136,7 +155,8 @@ class Store:
     def _place_on_ssd(self, kept: Mapping[PageRun, PageRun]) -> None:
         """Give the extents on SSD their pages. `kept`: run -> the run of before whose content it has."""
         if self.ssd is not None:
-            self.ssd.rearrange(*_pages_on_ssd(self.plan), kept)
+            gradients = sum(run.count for run in self._gradient_runs.values())
+            self.ssd.rearrange(*_pages_on_ssd(self.plan), kept, self._on_ssd + gradients)
 
     def dtype(self, unit: int, state: str) -> torch.dtype:
         """Dtype of a state of a unit."""
@@ -147,21 +167,50 @@ class Store:
         taken = self.ssd.bytes_on_drives if self.ssd is not None else {}
         return {at: None if limit is None else limit - taken.get(at, 0) for at, limit in self._directories.items()}
 
-    def tensor(self, unit: int, state: str) -> torch.Tensor | None:
-        """An extent in RAM or on the device, shape [elements of its pages]. None if its home is SSD."""
-        return self._tensors.get((unit, state))
+    def home(self, unit: int, state: str) -> PageRun:
+        """The run with the newest version of a state. For WEIGHT_BACK, the run of the weights that accesses read."""
+        weights = self._scheduler.weights(unit)
+        return weights.read if state == WEIGHT_BACK else weights.runs[self._numbers[unit][state]]
+
+    def homes(self, unit: int) -> Runs:
+        """State -> the run with its newest version."""
+        return self.named(unit, self._scheduler.weights(unit).runs)
+
+    def named(self, unit: int, runs: Sequence[PageRun]) -> Runs:
+        """State -> its run, of the runs of all states. A further run is that of the weights that accesses read."""
+        named = dict(zip(self._numbers[unit], runs, strict=False))
+        return named if len(runs) == len(named) else {**named, WEIGHT_BACK: runs[-1]}
+
+    def tier(self, unit: int, state: str) -> str:
+        """The tier in which a state is."""
+        return self.plan.placement.homes.get((unit, WEIGHT if state == WEIGHT_BACK else state), HOST)
+
+    def tensor(self, unit: int, state: str, run: PageRun | None = None) -> torch.Tensor | None:
+        """A state in RAM or on the device, as it is in a run, or its newest version. Shape [elements of its pages].
+        None if the state is on SSD."""
+        tier = self.tier(unit, state)
+        if tier == SSD:
+            return None
+        run = self.home(unit, state) if run is None else run
+        return self._regions[tier].part(run).tensor(self.dtype(unit, state))
+
+    def run(self, unit: int, state: str) -> PageRun | None:
+        """The pages on SSD with the newest version of a state, or with the gradient. None if it is elsewhere."""
+        if state == GRAD:
+            return self._gradient_runs.get(unit)
+        home = self.home(unit, state)
+        return home if self.tier(unit, state) == SSD and home.count else None
 
     def in_place(self, unit: int, numel: int) -> torch.Tensor:
-        """The first `numel` weights of a unit in memory, with a storage object that nobody else holds."""
-        home = self._tensors[unit, self.front_extent(unit)]
-        tier = self._tier_of(unit, WEIGHT)
-        return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
+        """The first `numel` weights of a unit in memory that accesses read, with a storage object that nobody else
+        holds."""
+        region = self._regions[self.tier(unit, WEIGHT)].part(self.home(unit, WEIGHT_BACK))
+        return region.tensor(self.dtype(unit, WEIGHT), numel)
 
-    def copy_out(self, unit: int, state: str, first: int, count: int, into: memoryview) -> None:
-        """Copy the newest elements [first, first + count) of a state in memory to the bytes of `into`, and wait."""
-        source = self._tensors[unit, self.newest_extent(unit, state)][first : first + count]
+    def copy_out(self, source: torch.Tensor, into: memoryview, on_device: bool) -> None:
+        """Copy elements of a state in memory to the bytes of `into`, and wait. `on_device`: from a separate device."""
         target = torch.frombuffer(into, dtype=source.dtype)
-        if self.lives_on_device(unit, state):
+        if on_device:
             self._device.copy_out(target, source, PAST).synchronize()
         else:
             copy_bytes(target, source)
@@ -170,110 +219,78 @@ class Store:
         """Whether the home of a state is a separate device."""
         return self.plan.placement.home(unit, state) == DEVICE
 
-    def extent(self, unit: int, state: str, number: int) -> str:
-        """Name of an extent of a state. A state with one extent has the same for both numbers."""
-        if state == WEIGHT_BACK:
-            return self.extent(unit, WEIGHT, 1 - number)
-        second = unit, back(state)
-        return second[1] if number and (second in self._tensors or second in self._runs) else state
+    def begin_version(self, unit: int, read: Runs, write: Runs) -> None:
+        """States on SSD that an update moves have their old content at first. What it does not write stays."""
+        for state, run in write.items():
+            if run != read[state] and self.tier(unit, state) == SSD:
+                assert self.ssd is not None, "it has pages"
+                self.ssd.share(read[state], run)
 
-    def extents(self, unit: int, number: int) -> dict[str, str]:
-        """State -> name of an extent of it."""
-        states = self.plan.layout.states_of(self.plan.units[unit])
-        return {state.name: self.extent(unit, state.name, number) for state in states}
+    def frozen(self, unit: int, run: PageRun) -> torch.Tensor:
+        """The weights in a run in memory that updates never change. Empty if the weights are on SSD."""
+        home, spec, layout = self.tensor(unit, WEIGHT, run), self.plan.units[unit], self.plan.layout
+        if home is None:
+            return torch.empty(0)
+        return home[layout.trained_elements(spec) : layout.elements(spec, WEIGHT)]
 
-    def newest_extents(self, unit: int) -> dict[str, str]:
-        """State -> name of the extent with its newest values."""
-        return self.extents(unit, self._scheduler.weights(unit).extent)
-
-    def front_extent(self, unit: int) -> str:
-        """Name of the extent of the weights that compute reads."""
-        return self.extent(unit, WEIGHT, self._scheduler.weights(unit).front)
-
-    def newest_extent(self, unit: int, state: str) -> str:
-        """Name of the extent with the newest values of a state."""
-        return self.extent(unit, state, self._scheduler.weights(unit).extent)
-
-    def poison(self, unit: int, number: int) -> None:
-        """In debug mode, fill with NaN what an update writes of an extent, for states that have two."""
-        if not self.host.poisoned:
-            return
-        spec = self.plan.units[unit]
-        updated = len(self.shards.updated(spec))
-        for state in self.plan.layout.states_of(spec):
-            if self.extent(unit, state.name, 1) == state.name:
-                continue
-            tensor = self._tensors[unit, self.extent(unit, state.name, number)]
-            if state.shape_of is None:
-                origin = self.shards.origin(spec, state.name)
-                tensor = tensor[state.elements(origin) : state.elements(origin + updated)]
-            ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
-
-    def run(self, unit: int, state: str) -> PageRun | None:
-        """The slots of an extent on SSD, or None if its home is elsewhere."""
-        return self._runs.get((unit, state))
-
-    def all_extents(self, unit: int, state: str) -> list[str]:
-        """Names of the extents that get the values of a state when they are replaced."""
-        newest = self._scheduler.weights(unit).extent
-        numbers = (newest,) if state == WEIGHT_BACK else (newest, 1 - newest)
-        return [*dict.fromkeys(self.extent(unit, state, number) for number in numbers)]
-
-    def runs(self, unit: int, state: str) -> list[PageRun]:
-        """The slots of every extent of a state on SSD. With asynchronous updates, weights have two."""
-        return [run for name in self.all_extents(unit, state) if (run := self.run(unit, name)) is not None]
+    def free(self, unit: int, number: int, run: PageRun) -> None:
+        """Nothing needs the content of a run of a state any more. In debug mode, fill it with NaN."""
+        tier = self.tier(unit, [*self._numbers[unit]][number])
+        if tier != SSD:
+            with self._device.as_compute():  # which may still read it
+                self._regions[tier].part(run).poison()
+        elif self.ssd is not None:
+            self.ssd.drop(run)
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count) of a unit's state, shape [count].
 
         If ranks have slices of the state, every rank must ask for the same elements at once.
         """
-        spec = self.plan.units[unit]
-        extent = self.newest_extent(unit, state)
+        spec, run = self.plan.units[unit], self.home(unit, state)
         if not self.shards.is_sliced(spec, state):
-            return self._read(unit, extent, start, count)
+            return self._read(unit, state, run, start, count)
         out = torch.empty(count, dtype=self.dtype(unit, state))
         for held in self._held(spec, state, start, start + count):
-            out[held.start - start : held.stop - start] = self._read(unit, extent, held.at, len(held))
+            out[held.start - start : held.stop - start] = self._read(unit, state, run, held.at, len(held))
         assert self.assemble is not None
         self.assemble(spec, state, start, out)
         return out
 
-    def _read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
+    def _read(self, unit: int, state: str, run: PageRun, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count) of an extent."""
-        home = self.tensor(unit, state)
+        home = self.tensor(unit, state, run)
         if home is not None:
             return home[start : start + count].to("cpu", copy=True)
         out = torch.empty(count, dtype=self.dtype(unit, state))
         with holding_back(), self._ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, out.dtype, start, count):
-                self.load(unit, state, offset, window)
+                self.load(run, offset, window)
                 out[part] = elements
         return out
 
-    def read_into(self, window: memoryview, unit: int, state: str, start: int, count: int) -> memoryview:
+    def read_into(self, window: memoryview, dtype: torch.dtype, run: PageRun, start: int, count: int) -> memoryview:
         """The bytes of elements [start, start + count) of an extent on SSD, read into `window`, which is page-aligned.
 
         Updates of other elements may be in flight.
         """
-        itemsize = self.dtype(unit, state).itemsize
-        first, end = start * itemsize, (start + count) * itemsize
+        first, end = start * dtype.itemsize, (start + count) * dtype.itemsize
         page = self.plan.page_bytes
         offset = first // page * page
-        self.load(unit, state, offset, window[: pages_for(end - offset, page) * page])
+        self.load(run, offset, window[: pages_for(end - offset, page) * page])
         return window[first - offset : end - offset]
 
     def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements of a unit's state, from `start` on, with `values` of shape [count] and the state's dtype.
 
-        Elements of other ranks are not written. If the state has two extents, both are written, because updates copy
-        only the weights that they train. WEIGHT_BACK is then written after the weights.
+        Elements of other ranks are not written. Weights that accesses read are written too, if they are elsewhere.
+        WEIGHT_BACK is then written after the weights.
         """
         self.writes += 1
-        extents = self.all_extents(unit, state)
+        runs = {self.home(unit, state), *([self.home(unit, WEIGHT_BACK)] if state == WEIGHT else [])}
         for held in self._held(self.plan.units[unit], state, start, start + values.numel()):
-            for extent in extents:
-                self._write(unit, extent, held.at, values[held.start - start : held.stop - start])
+            for run in runs:
+                self._write(unit, state, run, held.at, values[held.start - start : held.stop - start])
 
     def holds(self, unit: UnitSpec, state: str, start: int, stop: int) -> bool:
         """Whether some of the elements [start, stop) of a unit's state are on this rank."""
@@ -283,10 +300,10 @@ class Store:
         """The parts of a state's elements [start, stop) that are on this rank."""
         return [part for span in self.shards.held(unit, state) if (part := span.within(start, stop)) is not None]
 
-    def _write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
+    def _write(self, unit: int, state: str, run: PageRun, start: int, values: torch.Tensor) -> None:
         """Overwrite elements of an extent from `start` on. Frozen weights on SSD that have these values already are not
         written, because no slot is planned for them while a checkpoint keeps their pages."""
-        home = self.tensor(unit, state)
+        home = self.tensor(unit, state, run)
         if home is not None:
             target = home[start : start + values.numel()]
             if target.is_cpu and values.is_cpu and values.is_contiguous() and values.dtype is target.dtype:
@@ -298,14 +315,14 @@ class Store:
         with holding_back(), self._writing, self._ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, self.dtype(unit, state), start, values.numel()):
                 if frozen or elements.nbytes != window.nbytes:
-                    is_whole = self._load_around(unit, state, offset, window)
+                    is_whole = self._load_around(run, offset, window)
                     if frozen and is_whole and torch.equal(*(t.view(torch.uint8) for t in (elements, values[part]))):
                         continue
                 elements.copy_(values[part])
-                self.save(unit, state, offset, window)
+                self.save(run, offset, window)
                 if self._replaced is not None and elements.nbytes != window.nbytes:
-                    ends = offset, offset + window.nbytes - self.plan.page_bytes
-                    self._replaced.update((unit, state, end) for end in ends)
+                    pages = run.part(offset, window.nbytes, self.plan.page_bytes)
+                    self._replaced.update((pages.start, pages.stop - 1))
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -317,38 +334,21 @@ class Store:
         finally:
             self._replaced = None
 
-    def _open_unit(self, unit: UnitSpec) -> None:
-        """Take the pages of a unit's extents."""
+    def _open_gradients(self, unit: UnitSpec) -> list[torch.Tensor]:
+        """Take the pages of a unit's gradients."""
         layout, placement = self.plan.layout, self.plan.placement
-        states = [state.name for state in layout.states_of(unit)]
-        for state in (*states, *((WEIGHT_BACK,) if self.plan.options.asynchronous else ()), GRAD):
-            pages, dtype = layout.pages(unit, state), layout.dtype(unit, state)
-            home = placement.home(unit.index, state)
-            if pages and home == SSD and state in placement.lines[SSD]:
-                before = next(reversed(self._runs.values()), PageRun(0, 0))
-                self._runs[unit.index, state] = PageRun(before.stop, pages)
-            elif pages and home == HOST and state in placement.lines[HOST]:
-                self._tensors[unit.index, state] = self.host.take(pages).tensor(dtype)
-                if unit.index in placement.speculated and state != GRAD:
-                    self._tensors[unit.index, back(state)] = self.host.take(pages).tensor(dtype)
-            elif pages and home == DEVICE:
-                assert self.device is not None
-                self._tensors[unit.index, state] = self.device.take(pages).tensor(dtype)
-
-    def _gradient_extents(self, unit: UnitSpec) -> list[torch.Tensor]:
-        home = self._tensors.get((unit.index, GRAD))
-        if home is None:
+        pages, dtype, home = layout.pages(unit, GRAD), layout.dtype(unit, GRAD), placement.homes.get((unit.index, GRAD))
+        if not pages or home is None:
             return []
-        if not self.plan.options.asynchronous:
-            return [home]
-        pages, tier = self.plan.layout.pages(unit, GRAD), self._tier_of(unit.index, GRAD)
-        return [home, tier.take(pages).tensor(home.dtype)]
-
-    def _tier_of(self, unit: int, state: str) -> Region:
-        """The memory that holds a state that is not on SSD."""
-        tier = self.device if self.lives_on_device(unit, state) else self.host
-        assert tier is not None
-        return tier
+        if home == SSD:
+            before = next(reversed(self._gradient_runs.values()), PageRun(self._on_ssd, 0))
+            self._gradient_runs[unit.index] = PageRun(before.stop, pages)
+            return []
+        if home == HOST and GRAD not in placement.lines[HOST]:
+            return []
+        memory = self.device if home == DEVICE else self.host
+        assert memory is not None
+        return [memory.take(pages).tensor(dtype) for _ in range(1 + self.plan.options.asynchronous)]
 
     # --- another placement --------------------------------------------------------------------------------
 
@@ -365,73 +365,72 @@ class Store:
         self._make_room_on_ssd(plan)
         if self.device is not None:
             self._leave_device(self.device)
-        old = copy(self)
-        self._open(plan)
-        old.host.arena.unlock()
+        old, arena = self.host, self.host.arena
+        first = first_runs(schedule_plan(plan))
         moves = [
-            _Move(
-                old._tensors.pop((unit.index, extent), None),
-                old._runs.get((unit.index, extent)),
-                {(unit.index, self.extent(unit.index, state, number)) for number in (0, 1)},
-            )
+            _Move(self._newest(unit.index, state), self.run(unit.index, state), (unit.index, state), home)
             for unit in plan.units
-            for state, extent in old.newest_extents(unit.index).items()
+            for state, home in self.named(unit.index, first[unit.index]).items()
+            if home.count
         ]
-        for outdated in old._tensors.values():
-            old._give_back(outdated)
+        self._open(plan)
+        arena.unlock()
+        _discard_beside(old, [move.tensor for move in moves if move.tensor is not None])
         with ThreadPoolExecutor(SSD_THREADS) as pool:
             [*pool.map(partial(self._fill, old), moves)]
-        on_ssd = [(self._runs[key], move) for move in moves for key in move.to if key in self._runs]
-        self._place_on_ssd({run: move.run for run, move in on_ssd if move.run is not None})
-        for run, move in on_ssd:
+        on_ssd = [move for move in moves if self.tier(*move.to) == SSD]
+        self._place_on_ssd({move.home: move.run for move in on_ssd if move.run is not None})
+        for move in on_ssd:
             if move.tensor is not None:
                 assert self.ssd is not None, "it has been opened"
-                self.ssd.store(run, 0, tensor_bytes(move.tensor))
-        old.host.arena.close()
+                self.ssd.store(move.home, 0, tensor_bytes(move.tensor))
+        arena.close()
+        self._aside.clear()
         self.host.arena.lock()
         self._device.settle()
 
     @property
     def may_move(self) -> bool:
         """Whether RAM has room for the states on a separate device, which pass through it."""
-        return sum(tensor.nbytes for tensor in self._on_device.values()) <= free_ram()
+        return sum(tensor.nbytes for tensor in self._on_device().values()) <= free_ram()
 
-    @property
     def _on_device(self) -> dict[tuple[int, str], torch.Tensor]:
-        """(unit, state) -> extent, for states on a separate device."""
-        homes = self.plan.placement.homes
-        return {key: at for key, at in self._tensors.items() if homes.get(key) == DEVICE and key[1] != GRAD}
+        """(unit, state) -> its newest version, for states on a separate device."""
+        keys = ((unit, state) for unit, states in enumerate(self._numbers) for state in states)
+        found = {key: self.tensor(*key) for key in keys if self.tier(*key) == DEVICE}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def _leave_device(self, tier: Region) -> None:
         """Copy the states on a separate device to RAM, and free its memory."""
-        for key, tensor in self._on_device.items():
-            self._tensors[key] = Arena(tensor.nbytes).tensor(0, tensor.numel(), tensor.dtype).copy_(tensor)
+        if not self._aside:  # else they are there already
+            for key, tensor in self._on_device().items():
+                self._aside[key] = Arena(tensor.nbytes).tensor(0, tensor.numel(), tensor.dtype).copy_(tensor)
         self._device.free(tier.arena)
 
-    def _fill(self, old: "Store", move: "_Move") -> None:
-        """Fill the extents in memory to which a state moves. If no other needs its old pages, `old` returns them."""
-        targets = [self._tensors[key].view(torch.uint8) for key in move.to if key in self._tensors]
-        for target in targets:
-            if move.tensor is not None:
-                target.copy_(move.tensor.view(torch.uint8))
-            elif move.run is not None:
-                landing = target if target.is_cpu else Arena(target.nbytes).tensor(0, target.nbytes, torch.uint8)
-                assert self.ssd is not None, "it has pages"
-                self.ssd.load(move.run, 0, tensor_bytes(landing))
-                if landing is not target:
-                    target.copy_(landing)
-        if move.tensor is not None and len(targets) == len(move.to):
-            old._give_back(move.tensor)
+    def _newest(self, unit: int, state: str) -> torch.Tensor | None:
+        aside = self._aside.get((unit, state))
+        return self.tensor(unit, state) if aside is None else aside
 
-    def _give_back(self, extent: torch.Tensor) -> None:
-        """Return an extent's pages to the system, if they are this plan's RAM."""
-        arena = self.host.arena
-        if extent.is_cpu and 0 <= (at := extent.data_ptr() - arena.address) < arena.nbytes:
-            arena.discard(at, extent.nbytes)
+    def _fill(self, old: Region, move: "_Move") -> None:
+        """Fill the run in memory to which a state moves, and return its old pages to the system, which nothing needs
+        any more."""
+        target = self.tensor(*move.to, move.home)
+        if target is None:
+            return
+        target = target.view(torch.uint8)
+        if move.tensor is not None:
+            target.copy_(move.tensor.view(torch.uint8))
+            if _is_in(old, move.tensor):
+                old.arena.discard(move.tensor.data_ptr() - old.arena.address, move.tensor.nbytes)
+        elif move.run is not None:
+            landing = target if target.is_cpu else Arena(target.nbytes).tensor(0, target.nbytes, torch.uint8)
+            assert self.ssd is not None, "it has pages"
+            self.ssd.load(move.run, 0, tensor_bytes(landing))
+            if landing is not target:
+                target.copy_(landing)
 
     def close(self, device: bool = True) -> None:
         """Release the tiers, and the device only if `device`. RAM is released with the last tensor in it."""
-        self._tensors.clear()
         self.gradients.clear()
         self.host.arena.close()
         if device and self.device is not None:
@@ -457,29 +456,29 @@ class Store:
             yield slice(first - start, last - start), offset, window, elements
             first = last
 
-    def load(self, unit: int, state: str, offset: int, into: memoryview) -> None:
-        """Read whole pages of an extent on SSD, from byte `offset` on. Raises the errors of `SSDTier.load`."""
-        assert self.ssd is not None, "extents that are not in RAM are on SSD"
-        self.ssd.load(self._runs[unit, state], offset, into)
+    def load(self, run: PageRun, offset: int, into: memoryview) -> None:
+        """Read whole pages of a run on SSD, from byte `offset` on. Raises the errors of `SSDTier.load`."""
+        assert self.ssd is not None, "what is not in RAM is on SSD"
+        self.ssd.load(run, offset, into)
 
-    def save(self, unit: int, state: str, offset: int, data: memoryview) -> None:
-        """Write whole pages of an extent on SSD, from byte `offset` on. Raises the errors of `SSDTier.store`."""
-        assert self.ssd is not None, "extents that are not in RAM are on SSD"
-        self.ssd.store(self._runs[unit, state], offset, data)
+    def save(self, run: PageRun, offset: int, data: memoryview) -> None:
+        """Write whole pages of a run on SSD, from byte `offset` on. Raises the errors of `SSDTier.store`."""
+        assert self.ssd is not None, "what is not in RAM is on SSD"
+        self.ssd.store(run, offset, data)
 
-    def _load_around(self, unit: int, state: str, offset: int, window: memoryview) -> bool:
+    def _load_around(self, run: PageRun, offset: int, window: memoryview) -> bool:
         """Load the bytes of a window that are not about to be overwritten. Returns whether they could be read."""
         try:
-            self.load(unit, state, offset, window)
+            self.load(run, offset, window)
         except StorageError:
             if self._replaced is None:
                 raise
             size = self.plan.page_bytes
             for at in range(0, window.nbytes, size):  # some of them may have been written a moment ago
                 try:
-                    self.load(unit, state, offset + at, window[at : at + size])
+                    self.load(run, offset + at, window[at : at + size])
                 except StorageError:
-                    if (unit, state, offset + at) in self._replaced:
+                    if run.start + (offset + at) // size in self._replaced:
                         raise
                     torch.frombuffer(window[at : at + size], dtype=torch.uint8).zero_()
             return False
@@ -488,7 +487,7 @@ class Store:
 
 def _pages_on_ssd(plan: Plan) -> tuple[int, int]:
     """Pages that a plan has on SSD, and spare ones."""
-    spare = plan.placement.pages(SSD, SPARE) + plan.placement.pages(SSD, UNDO)
+    spare = plan.placement.pages(SSD, VERSIONS)
     return sum(plan.placement.lines.get(SSD, {}).values()) - spare, spare
 
 
@@ -498,3 +497,18 @@ def _open_device_tier(plan: Plan, device: Device, poison: bool) -> Region | None
     tier = Region.of(DEVICE, device.arena(plan.peak_bytes[DEVICE]), plan.page_bytes, poison=poison)
     device.fence().synchronize()  # else it might be poisoned after the first copies have come
     return tier
+
+
+def _is_in(region: Region, tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in the arena of a region."""
+    return tensor.is_cpu and 0 <= tensor.data_ptr() - region.arena.address < region.arena.nbytes
+
+
+def _discard_beside(region: Region, tensors: Sequence[torch.Tensor]) -> None:
+    """Return the pages of an arena to the system in which none of the tensors lie."""
+    arena, at = region.arena, 0
+    used = sorted((each.data_ptr() - arena.address, each.nbytes) for each in tensors if _is_in(region, each))
+    for start, nbytes in (*used, (arena.nbytes, 0)):
+        if start > at:
+            arena.discard(at, start - at)
+        at = start + nbytes

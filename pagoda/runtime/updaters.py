@@ -24,8 +24,8 @@ from pagoda.runtime.updates import BlockUpdate, StatePart, Tensors, Updater, Upd
 
 
 class HostUpdater(Updater):
-    """Updates blocks by an element-wise rule, on the update lane's threads. States in RAM are updated at home, or from
-    one extent to the other."""
+    """Updates blocks by an element-wise rule, on the update lane's threads. States in RAM are updated in place, or from
+    one run to another."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class HostUpdater(Updater):
             # Not earlier: small objects that live long fragment the memory that autograd's large tensors come from.
             new = self._tensors(block, extents.write)
             old = self._copy_unchanged(block, self._tensors(block, extents.read), new) if moves else new
+            self._copy_frozen(block, copy_bytes)
             self._apply_all(block, lambda: block.update.gradient.buffer[at : at + count], old, new, self._work)
 
         states_bytes = sum(
@@ -183,6 +184,7 @@ class DeviceUpdater(Updater):
                     device.copy(new[name], old[name])
             for name in moving:
                 device.copy(states[name], old[name])
+            self._copy_frozen(block, device.copy)
             self._apply_all(block, gradient_part, states, states, None if there is None else there.work)
             for name in moving:
                 device.copy(new[name], states[name])

@@ -20,8 +20,7 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
-from pagoda.runtime.speculation import Guess
-from pagoda.runtime.store import Store
+from pagoda.runtime.store import Runs, Store
 from pagoda.runtime.waiters import Waiters
 from pagoda.schedule.stream import Action, Block, Do, Stream
 
@@ -30,15 +29,15 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Extents(NamedTuple):
-    """The extents from which an update reads a unit's states, and to which it writes them, by state."""
+    """The runs from which an update reads a unit's states, and to which it writes them."""
 
-    read: Mapping[str, str]
-    write: Mapping[str, str]
+    read: Runs
+    write: Runs
 
     @property
     def moved(self) -> list[str]:
         """The states that are not updated in place."""
-        return [state for state, extent in self.read.items() if self.write[state] != extent]
+        return [state for state, run in self.read.items() if self.write[state] != run]
 
 
 class RunningUpdate(NamedTuple):
@@ -48,10 +47,6 @@ class RunningUpdate(NamedTuple):
     segments: Sequence[Segment]
     """The elements that it changes."""
     extents: Extents
-    guess: Guess | None
-    """Keeps the old states if the update may have to be undone."""
-    kept: Handle | None
-    """Ends when a checkpoint that still needs the old states has a copy of them."""
     updated: Handle
     """Ends when the new weights are in their home."""
     written: Handle
@@ -129,12 +124,15 @@ class UpdateStream:
     def submit(self, update: RunningUpdate) -> None:
         """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.
 
-        If a checkpoint still needs the old states, updates submitted later may come first.
+        An error before it begins is not raised. A traceback keeps all that this thread's frames refer to, such as
+        weights in a lease, and the error lives as long as the gradient.
         """
-        if update.kept is None:
-            self._begin(update)
-        else:
-            update.kept.then(partial(self._begin, update))
+        error, unit = self._refusal or _non_finite(update.gradient), update.unit.index
+        if error is not None:
+            update.finish(error)
+            return
+        self._store.begin_version(unit, *update.extents)
+        self._tell(self._stream.ask, update, unit, self._changing(update))
 
     def read_ahead(self, unit: int) -> None:
         """After the submitted updates, this unit will probably be updated next. Read its states as far as there is
@@ -176,23 +174,6 @@ class UpdateStream:
         self.give_up()
         self.drop_ahead()
         self.wait_until_idle()
-
-    def _begin(self, update: RunningUpdate, error: BaseException | None = None) -> None:
-        """Begin an update, unless what it waited for has failed, or its gradient is not finite.
-
-        That error is not raised. A traceback keeps all that this thread's frames refer to, such as weights in a lease,
-        and the error lives as long as the gradient.
-        """
-        error = error or self._refusal or _non_finite(update.gradient)
-        if error is None and update.guess is not None:
-            try:
-                update.guess.begin()
-            except BaseException as raised:
-                error = raised
-        if error is None:
-            self._tell(self._stream.ask, update, update.unit.index, self._changing(update))
-        else:
-            update.finish(error)
 
     def _changing(self, update: RunningUpdate) -> Sequence[int]:
         """The blocks of a unit that an update changes."""
@@ -296,9 +277,8 @@ class Updater:
     def reads(self, block: Block) -> Iterator[Handle]:
         """Submit the reads of a block's states on SSD into its slot."""
         update: RunningUpdate | None = block.update
-        unit, store = block.unit, self._store
-        extents = store.newest_extents(unit) if update is None else update.extents.read
-        return self._transfers("ssd_read", block, extents)
+        runs = self._store.homes(block.unit) if update is None else update.extents.read
+        return self._transfers("ssd_read", block, runs)
 
     def computations(self, block: Block) -> Iterator[Handle]:
         """Submit the computation of a block. When it has ended, the new values of states on SSD are in the slot."""
@@ -314,9 +294,8 @@ class Updater:
         """Submit the writes of a block's states on SSD from its slot."""
         return self._transfers("ssd_write", block, block.update.extents.write)
 
-    def _transfers(self, lane: str, block: Block, extents: Mapping[str, str]) -> Iterator[Handle]:
-        """Move a block's parts of its states between SSD and the ring, in whole pages. `extents` names the extent of
-        each state."""
+    def _transfers(self, lane: str, block: Block, runs: Runs) -> Iterator[Handle]:
+        """Move a block's parts of its states between runs on SSD and the ring, in whole pages."""
         store, page, unit = self._store, self._store.plan.page_bytes, block.unit
         assert block.slot is not None
         slot, parts, reading = store.slots[block.slot], self._parts_of(block), lane == "ssd_read"
@@ -324,7 +303,7 @@ class Updater:
         for name in self._streamed[unit]:
             if (part := parts.get(name)) is not None:
                 nbytes = pages_for(part.elements.stop * store.dtype(unit, name).itemsize - part.page_at, page) * page
-                work = partial(move, unit, extents[name], part.page_at, slot.view(self._ring_offsets[name], nbytes))
+                work = partial(move, runs[name], part.page_at, slot.view(self._ring_offsets[name], nbytes))
                 yield self._lanes[lane].submit(work, (), nbytes, f"{verb} {store.plan.units[unit].name}")
 
     def _states_of(self, block: BlockUpdate) -> tuple[StateSpec, ...]:
@@ -346,13 +325,13 @@ class Updater:
             parts[state.name] = StatePart(elements, elements.start * state.dtype.itemsize)
         return parts
 
-    def _tensors(self, block: BlockUpdate, extents: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """A block's part of each state, at home or in the ring. `extents` names the extent of each state."""
+    def _tensors(self, block: BlockUpdate, runs: Runs) -> dict[str, torch.Tensor]:
+        """A block's part of each state, in its run in memory or in the ring."""
         unit, found = block.update.unit.index, {}
         for state in self._states[unit]:
             if (part := block.parts.get(state.name)) is None:
                 continue
-            home = self._store.tensor(unit, extents[state.name])
+            home = self._store.tensor(unit, state.name, runs[state.name])
             if home is not None:
                 found[state.name] = home[part.elements.start : part.elements.stop]
             else:
@@ -360,6 +339,14 @@ class Updater:
                 at = self._ring_offsets[state.name] + part.elements.start * state.dtype.itemsize - part.page_at
                 found[state.name] = block.slot.tensor(state.dtype, len(part.elements), at)
         return found
+
+    def _copy_frozen(self, block: BlockUpdate, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """With a unit's last block, copy the frozen weights that have to move with the others."""
+        unit, extents = block.update.unit.index, block.update.extents
+        if WEIGHT in extents.moved and block.stop == self._plan.units[unit].bounds[-1][1]:
+            frozen = self._store.frozen(unit, extents.read[WEIGHT])
+            if len(frozen):
+                copy(self._store.frozen(unit, extents.write[WEIGHT]), frozen)
 
     def _compute(self, block: BlockUpdate) -> Handle:
         """Submit the computation of a block."""

@@ -16,11 +16,11 @@ only the parts before it:
 
     order.py        when each unit is used next, by the trace of earlier steps and by routers of experts
     gradients.py    where gradients wait for their update: OFFLOAD, SPILL, RELOAD
-    versions.py     which version of its weights each unit has, and which one compute needs
+    versions.py     which versions of its states each unit has, where they are, and who may still read them: ADOPT, FREE
     leases.py       which weights compute can read: FETCH, EVICT, OUTDATE
-    checkpoints.py  which states a checkpoint reads next, and which old states are kept for it: SAVE
-    updates.py      which update runs next, and which version it makes: ASK, UPDATE, KEEP, UNDO, SHARE, READ_AHEAD
-    lateness.py     which steps see asynchronous updates: PUBLISH
+    checkpoints.py  which states a checkpoint reads next: SAVE
+    updates.py      which update runs next, and which version it makes: ASK, UPDATE, KEEP, SHARE, READ_AHEAD
+    lateness.py     which steps see asynchronous updates
 
 `records.py` has what they know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It passes
 each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now ("pump").
@@ -32,7 +32,7 @@ These rules hold for any order of events. `tests/worlds` tests them:
 - a frame has one owner, and weights in use are not evicted;
 - an access reads exactly the version of the weights that the algorithm requires;
 - each gradient is applied once, or dropped with its step;
-- the states kept for a checkpoint fit the reserve, and leases and buffers fit their frames;
+- a version that something may still read is never changed, and versions, leases and buffers fit their pages;
 - if compute waits, an operation is under way; otherwise only dropped references or an error can end the wait;
 - ranks that run the same program issue the same fetches, however fast their lanes are.
 """

@@ -96,8 +96,8 @@ def _describe(operation: Operation) -> list[Any]:
     """All fields of an operation as JSON, except `about` and `delivery`."""
     run = None if operation.run is None else [operation.run.start, operation.run.count]
     step = None if operation.gradient is None else operation.gradient.step
-    flags = [operation.undoable, operation.undoing is not None]
-    return [operation.kind, operation.unit, run, operation.version, step, operation.home, *flags]
+    runs = [[each.start, each.count] for each in operation.runs]
+    return [operation.kind, operation.unit, run, operation.version, step, operation.home, runs]
 
 
 def _decode(operations: Sequence[Operation], encoded: dict[str, Any]) -> Any:
@@ -112,9 +112,13 @@ def _decode(operations: Sequence[Operation], encoded: dict[str, Any]) -> Any:
 
 
 def _decode_plan(encoded: dict[str, Any]) -> SchedulePlan:
-    trace, units = encoded["trace"], tuple(UnitPlan(**unit) for unit in encoded["units"])
+    trace, units = encoded["trace"], tuple(UnitPlan(**_with_tuples(unit)) for unit in encoded["units"])
     accesses = tuple(Access(access["unit"], Phase(access["phase"])) for access in trace["accesses"])
     return SchedulePlan(**{**encoded, "units": units, "trace": Trace(accesses, trace["assumed"])})
+
+
+def _with_tuples(unit: dict[str, Any]) -> dict[str, Any]:
+    return {**unit, "states": tuple((tier, pages) for tier, pages in unit["states"])}
 
 
 if __name__ == "__main__":

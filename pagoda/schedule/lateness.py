@@ -1,7 +1,7 @@
 """Asynchronous updates: which of them accesses see.
 
 The weights that a step reads lack exactly the gradient of the step before. So an update has the time of a step to run.
-`step()` queues it, and the next `step()` shows its weights to accesses, by PUBLISH. The version that a step reads does
+`step()` queues it, and the next `step()` shows its weights to accesses, by ADOPT. The version that a step reads does
 not depend on when updates end, so ranks agree on it without a message.
 
 `settle` completes the states, so that they can be read from outside, and changes nothing that steps read. A drain also
@@ -9,11 +9,9 @@ shows the result, unless a step has begun. A checkpoint settles, and saves which
 on as if nothing had happened.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagoda.schedule.leases import Leases
-from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
@@ -22,13 +20,12 @@ from pagoda.schedule.versions import Versions
 class Lateness:
     """Shows asynchronous updates. Does nothing if updates are synchronous.
 
-    Invariants: all accesses of a step see the same version of a unit; an update writes the extent that no step reads.
+    Invariants: all accesses of a step see the same version of a unit; an update changes no weights that a step reads.
     """
 
     _versions: Versions
     _leases: Leases
     _updates: UpdateSchedule
-    _issue: Callable[[Operation], None]
     step_begun: bool = False
     """Whether compute has used a unit in a step since the last `step()`."""
 
@@ -45,11 +42,10 @@ class Lateness:
         for unit, weights in enumerate(self._versions.of):
             if weights.lag:
                 weights.lag = 0
-                weights.front = 1 - weights.front
                 weights.edition += 1
                 self._leases.changed(unit)
                 self._announce(unit)
-                self._publish(unit)
+                self._versions.show(unit)
 
     def settle(self) -> None:
         """Complete the states. What steps read stays the same."""
@@ -57,11 +53,8 @@ class Lateness:
             self._announce(unit)
 
     def restored(self) -> None:
-        """Every state has been replaced, and with it the weights that lag."""
+        """Every state has been replaced."""
         self.step_begun = False
-        for unit, weights in enumerate(self._versions.of):
-            if weights.lag:
-                self._publish(unit)
 
     def _announce(self, unit: int) -> None:
         """Count a unit's latest update as requested. The other ranks' parts of it come now."""
@@ -70,7 +63,3 @@ class Lateness:
             weights.requested = weights.unannounced.record
             self._updates.share(weights.unannounced)
             weights.unannounced = None
-
-    def _publish(self, unit: int) -> None:
-        weights = self._versions.of[unit]
-        self._issue(Operation(Kind.PUBLISH, unit, version=weights.version, home=weights.front))

@@ -13,9 +13,9 @@ A graph that will run backward, or a tensor of the user, may still refer to the 
 executor knows, so EVICT or OUTDATE asks it. If something still refers to the frames, `let_go` comes when nothing does.
 
 If several ranks must fetch alike (`plan.ranks_fetch_alike`), no decision here depends on when an operation ends.
-Fetches start only in compute's events, before the UPDATE or UNDO that they wait for has ended, and a lease may make
-room while it is being filled. The executor makes such an operation wait for what is under way. A speculative update
-ends no lease, because a lease is a copy of the weights.
+Fetches start only in compute's events, before the UPDATE that they wait for has ended, and a lease may make room while
+it is being filled. The executor makes such an operation wait for what is under way. A speculative update ends no lease,
+because it changes no weights before it is confirmed.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -198,6 +198,7 @@ class Leases:
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
+        self._versions.end_read(lease.unit)
         if failed and lease.over is None:
             lease.filled = True
             self._end(lease, again=False)
@@ -221,6 +222,7 @@ class Leases:
     def others_read(self, unit: int, begin: bool) -> None:
         """Another rank begins or ends a read of a unit's weights in their home."""
         self._others_read[unit] += 1 if begin else -1
+        (self._versions.begin_read if begin else self._versions.end_read)(unit)
 
     def changed(self, unit: int) -> None:
         """A unit's weights are about to change, so its lease ends."""
@@ -253,12 +255,12 @@ class Leases:
         return self._users[unit] > self._waiting.get(unit, 0)
 
     def in_use(self, unit: int) -> bool:
-        """Whether compute uses a unit, or a FETCH or another rank reads what the unit's next update overwrites. An
-        update overwrites the newest weights in their home. An asynchronous one overwrites the weights before them."""
-        asynchronous = self._plan.asynchronous
-        overwritten = self._versions.of[unit].newest - asynchronous
-        read = any(version <= overwritten for version in self._fetching[unit])
-        return self.uses(unit) or read or (self._others_read[unit] > 0 and not asynchronous)
+        """Whether compute uses a unit, or a FETCH or another rank reads what the unit's next update may overwrite. An
+        asynchronous update overwrites no weights."""
+        if self._plan.asynchronous:
+            return self.uses(unit)
+        read = any(version <= self._versions.of[unit].newest for version in self._fetching[unit])
+        return self.uses(unit) or read or self._others_read[unit] > 0
 
     def holders(self) -> list[int]:
         """Units whose frames cannot be taken now."""
@@ -341,6 +343,7 @@ class Leases:
             lease = self._leases[unit] = self._owner[run.start] = Lease(unit, run, version)
             self._filling += 1
             self._fetching[unit].append(version)
+            self._versions.begin_read(unit)
             if self._plan.ranks_fetch_alike:
                 self._note_idle(unit)
             yield lease

@@ -1,17 +1,17 @@
 """The operations that the scheduler issues, and its view of a plan."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from pagoda.memory.page import PageRun
-from pagoda.plan.layout import GRAD
-from pagoda.plan.placement import CHECKPOINT, LEASES, STAGING
+from pagoda.plan.layout import GRAD, WEIGHT_BACK
+from pagoda.plan.placement import LEASES, STAGING, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Trace
-from pagoda.schedule.records import GradientRecord, Update
+from pagoda.schedule.records import GradientRecord
 
 
 class Kind(StrEnum):
@@ -34,20 +34,17 @@ class Kind(StrEnum):
     RELOAD = "reload"
     """Read a spilled gradient back into a buffer."""
     UPDATE = "update"
-    """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order. If it
-    keeps the old states, it reports `old_states_kept` before these."""
-    PUBLISH = "publish"
-    """Make compute read the other extent of a unit's weights from now on, which an UPDATE writes or has written. Only
-    asynchronous updates need it. It is not reported."""
+    """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order."""
     KEEP = "keep"
-    """An update before `step()` is final from now on. If it was speculative, its new states replace the old ones. It is
-    not reported."""
+    """An update before `step()` is final from now on. It is not reported."""
+    ADOPT = "adopt"
+    """Accesses read another run of a unit's weights from now on. It is not reported."""
+    FREE = "free"
+    """Nothing needs what a run holds of a state. It is not reported."""
     READ_AHEAD = "read_ahead"
     """Read the states of the unit that will probably be updated next into buffers that nothing else needs. The executor
     may drop them at any time, and must drop them before anything but an update writes the states. It is not reported.
     """
-    UNDO = "undo"
-    """Restore what a speculative update has changed."""
     SHARE = "share"
     """Collect every rank's part of a unit's new weights, if each rank has all weights and updates a part. It is issued
     when the update is requested, and waits until this rank's part is written."""
@@ -57,7 +54,7 @@ class Kind(StrEnum):
 
 QUESTIONS = frozenset({Kind.EVICT, Kind.OUTDATE, Kind.ASK})
 """Operations that are answered (`reclaimed`)."""
-NOT_REPORTED = frozenset({Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD})
+NOT_REPORTED = frozenset({Kind.KEEP, Kind.ADOPT, Kind.FREE, Kind.READ_AHEAD})
 """Operations whose end is not reported."""
 
 
@@ -65,29 +62,24 @@ NOT_REPORTED = frozenset({Kind.KEEP, Kind.PUBLISH, Kind.READ_AHEAD})
 class Operation:
     """One piece of work on one unit.
 
-    Each operation is reported once, as ended or failed. An UPDATE may be refused instead, EVICT, OUTDATE and
-    ASK are answered, and
-    KEEP, PUBLISH and READ_AHEAD are not reported.
+    Each operation is reported once, as ended or failed. An UPDATE may be refused instead, EVICT, OUTDATE and ASK are
+    answered, and KEEP, ADOPT, FREE and READ_AHEAD are not reported.
     """
 
     kind: Kind
     unit: int
     run: PageRun | None = None
-    """The frames of a lease, or the pages of a gradient buffer. For an UPDATE: the room in the reserve for the old
-    states that it keeps for a checkpoint. For a SAVE: where it reads the states, if not in their home."""
+    """The frames of a lease, or the pages of a gradient buffer. For a FREE: the run of a state."""
     version: int = 0
     """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
     gradient: GradientRecord | None = None
     """The gradient that an UPDATE applies, or that an OFFLOAD, SPILL or RELOAD moves. For a FETCH of a future version,
     if ranks must agree: the gradient whose update it waits for."""
     home: int = 0
-    """Which of the unit's homes for gradients, if it has any. For an UPDATE or SHARE, which extent of the states it
-    writes. For a PUBLISH, which extent of the weights is read."""
-    undoable: bool = False
-    """Whether an UPDATE keeps what it changes, because an UNDO may have to restore it."""
-    undoing: Update | None = None
-    """The speculative update whose UNDO restores the version of a FETCH. The FETCH waits for that. Only if ranks must
-    agree. Otherwise the FETCH is issued later."""
+    """Which of the unit's homes for gradients, if it has any. For a FREE: which of the unit's states."""
+    runs: tuple[PageRun, ...] = ()
+    """The run of each state to which an UPDATE writes, or which a SAVE reads. After a SAVE's there is that of the
+    weights that accesses read."""
     delivery: Any = None
     """What the event `gradient` told of the part of a gradient that an OFFLOAD moves."""
     about: Any = None
@@ -103,13 +95,14 @@ class UnitPlan:
     """The size of a lease. 0 if compute reads the weights in their home."""
     buffer_pages: int = 0
     """The size of a buffer for its gradient. 0 if the gradient has a home in RAM."""
-    old_state_pages: int = 0
-    """The room in the reserve that an update needs to keep the old states for a checkpoint."""
+    states: tuple[tuple[str, int], ...] = ()
+    """The tier and the pages of each state. The first state is the weights."""
     streamed: bool = False
     """Whether its updates read states from SSD, so that reading ahead saves time."""
     trained: bool = True
     speculated: bool = False
-    """Whether the unit may be updated during backward, before it is known whether gradients are clipped."""
+    """Whether the unit may be updated during backward, before it is known whether gradients are clipped. There are
+    spare runs for its states."""
     updater: int = 0
     """Which of the executor's updaters (such as the CPU's and the GPU's) updates the unit: 0 or 1. Updaters do not wait
     for each other."""
@@ -135,8 +128,10 @@ class SchedulePlan:
     """Like `frame_slab`, for gradient buffers."""
     spills: bool = True
     """Whether SSD has room for gradients, so that the buffer of a waiting gradient can be reused."""
-    reserve_pages: int = 0
-    """Room for old states that a checkpoint has not read yet."""
+    spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tier -> the pages of each spare run for versions of states."""
+    reserve: Mapping[str, int] = field(default_factory=dict)
+    """Tier -> pages for runs of any size, in addition to the spare ones."""
     during_backward: bool = False
     """Whether units are updated as soon as backward has finished with them, because nothing will be clipped."""
     asynchronous: bool = False
@@ -156,13 +151,16 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
     """The scheduler's view of `plan`: sizes in pages, and which rules apply."""
     placement, tier = plan.placement, plan.lease_tier
     staging = placement.pages(HOST, STAGING)
-    leased = plan.leased_pages()
+    leased, spares = plan.leased_pages(), plan.spare_runs
     on_device = placement.on_device
     units = tuple(
         UnitPlan(
             lease_frames=leased.get(unit.index, 0),
             buffer_pages=_buffer_pages(plan, unit.index),
-            old_state_pages=sum(plan.pages_in_memory(unit).values()),
+            states=tuple(
+                (placement.homes.get((unit.index, state.name), HOST), plan.layout.pages(unit, state.name))
+                for state in plan.layout.states_of(unit)
+            ),
             streamed=any(placement.home(unit.index, state.name) == SSD for state in plan.layout.states_of(unit)),
             trained=unit.trainable_numel > 0,
             speculated=unit.index in placement.speculated,
@@ -180,7 +178,10 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
         buffer_pool=staging,
         buffer_slab=staging if sum(unit.buffer_pages for unit in units) <= staging else 0,
         spills=GRAD in placement.lines.get(SSD, {}),
-        reserve_pages=placement.pages(HOST, CHECKPOINT) - plan.layout.piece_pages,
+        spares=spares,
+        reserve={
+            HOST: sum(placement.pages(HOST, line) for line in (WEIGHT_BACK, VERSIONS)) - sum(spares.get(HOST, ()))
+        },
         during_backward=plan.options.update_during_backward,
         asynchronous=plan.options.asynchronous,
         ranks_fetch_alike=plan.ranks.count > 1,

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import Any
 
 from pagoda.memory.page import PageRun
+from pagoda.memory.versions import EMPTY
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +86,6 @@ class UpdateState(Enum):
     LOADING = auto()
     """The gradient is being moved to RAM. From here on, the update counts as under way."""
     RUNNING = auto()
-    UNDOING = auto()
 
 
 @dataclass(eq=False, slots=True)
@@ -101,38 +101,44 @@ class Update:
     """The ASK under way."""
     urgent: bool = False
     """Whether compute waits for the update."""
-    keeps: PageRun | None = None
-    """Where the update keeps the old states for a checkpoint, if it does."""
+    runs: tuple[PageRun, ...] = ()
+    """Where the update writes each state, once it is admitted. A state that nobody else may read is written where it
+    is."""
+    may_move: bool = False
+    """Whether nothing refers to weights that compute reads where they are, so that their next version may be
+    elsewhere."""
     admitted: bool = False
     """Whether the update counts toward the limit of updates under way."""
     has_read: bool = False
     """Whether the update has read its gradient for the last time."""
     has_written: bool = False
     """Whether the update has written the new weights."""
-    extent: int = 0
-    """The extent that the update writes: see `Weights.front`."""
     withdrawn: bool = False
-    """Whether the update will be undone as soon as it has ended."""
+    """Whether the update was called off while it ran. What it writes is given up once it has ended."""
     payload: Any = None
     """What the executor knows of the update."""
 
 
 @dataclass(eq=False, slots=True)
 class Weights:
-    """The versions of one unit's weights."""
+    """The versions of one unit's states."""
 
     newest: int = 0
-    """The version that the latest update has written."""
+    """The version that the latest final update has written."""
     due: int = 0
     """The number of steps that have requested an update."""
     lag: int = 0
     """The number of these steps that accesses do not see yet: 0, or 1 with asynchronous updates."""
+    runs: tuple[PageRun, ...] = ()
+    """Where the newest version of each state is. The first state is the weights."""
+    read: PageRun = EMPTY
+    """Where the weights are that accesses read."""
     update: Update | None = None
     """The update that is queued or under way."""
     asking: Update | None = None
     """An early update that is not queued yet."""
     guess: Update | None = None
-    """A speculative update, in any state, until it is confirmed or undone."""
+    """A speculative update, in any state, until it is confirmed or called off."""
     sharing: list[Update] = field(default_factory=list)
     """Requested updates of which other ranks' parts have not arrived, oldest first."""
     later: list[Update] = field(default_factory=list)
@@ -143,11 +149,6 @@ class Weights:
     """The gradient of the latest update that accesses see, or will see once it has ended."""
     edition: int = 0
     """How often the weights that accesses read were changed, by updates or otherwise."""
-    front: int = 0
-    """The extent that accesses read: 0 or 1. Weights have two extents if updates are asynchronous. Every state in
-    RAM of a unit that is updated speculatively has two as well. Where there is only one, both numbers mean it."""
-    extent: int = 0
-    """The extent with the newest values."""
 
     @property
     def version(self) -> int:
@@ -156,5 +157,5 @@ class Weights:
 
     @property
     def await_update(self) -> bool:
-        """Whether the version that accesses read waits for an update, an UNDO, or other ranks' parts."""
-        return self.guess is not None or self.newest < self.version or bool(self.sharing)
+        """Whether the version that accesses read waits for an update, or for other ranks' parts."""
+        return self.newest < self.version or bool(self.sharing)

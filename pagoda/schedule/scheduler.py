@@ -29,7 +29,7 @@ class Usage(NamedTuple):
     kept: int
     """Speculative updates that were confirmed."""
     undone: int
-    """Speculative updates that were undone or called off."""
+    """Speculative updates that were called off."""
 
 
 class Scheduler:
@@ -40,19 +40,24 @@ class Scheduler:
     """
 
     def __init__(self, plan: SchedulePlan) -> None:
-        self.versions = Versions(plan)
         self.steps = 0
         """The number of steps that were taken, skipped or dropped."""
         self._out: list[Operation] = []
+        self.versions = Versions(plan, self._issue)
         self._under_way = 0
         """The number of operations that have not been reported as over."""
         routed = frozenset(unit for unit, of in enumerate(plan.units) if of.routed)
         self.order = Order(plan.trace, len(plan.units), routed)
-        self.moved(plan)
+        self._take(plan)
 
     def moved(self, plan: SchedulePlan) -> None:
         """States have moved to their homes in another plan of the same units, and no lease is left. Nothing is queued
         or under way, and no gradient waits."""
+        self.versions.moved(plan)
+        self._take(plan)
+
+    def _take(self, plan: SchedulePlan) -> None:
+        """Create the parts that follow a plan."""
         self.plan = plan
         self.gradients = Gradients(plan, self._issue)
         self.leases = Leases(plan, self.order, self.versions, self._issue)
@@ -60,7 +65,7 @@ class Scheduler:
         self.updates = UpdateSchedule(
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
-        self.lateness = Lateness(self.versions, self.leases, self.updates, self._issue)
+        self.lateness = Lateness(self.versions, self.leases, self.updates)
 
     # --- events of compute ---
 
@@ -85,7 +90,6 @@ class Scheduler:
     def release(self, unit: int) -> None:
         """One use of a unit by compute has ended."""
         self.leases.release(unit)
-        self.updates.retry(unit)
         self.updates.ask_again(unit)
         self._pump()
 
@@ -166,11 +170,16 @@ class Scheduler:
         self.leases.changed(unit)
         self._pump()
 
-    def restored(self, lags: Sequence[int] = ()) -> None:
-        """Every state has been replaced, possibly after an update has failed. Nothing is under way. `lags`: by unit,
-        how far its weights lag, if any do."""
-        self.updates.restored(lags)
+    def replaced(self, lags: Sequence[int] = ()) -> None:
+        """Every state is about to be replaced, and a checkpoint under way is given up. Nothing is under way. `lags`: by
+        unit, how far its new weights lag, if any do."""
         self.checkpoint.restored()
+        self.updates.replaced(lags)
+
+    def restored(self, lags: Sequence[int] = ()) -> None:
+        """Every state has been replaced, possibly after an update has failed, and nothing has happened since `replaced`
+        with the same `lags`."""
+        self.updates.restored(lags)
         for unit, weights in enumerate(self.versions.of):  # with the new edition, other ranks may read them
             weights.edition += 1
             self.leases.changed(unit)
@@ -190,8 +199,8 @@ class Scheduler:
 
     def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
         """Begin a checkpoint of every state as the last `step()` left it. Compute has used nothing since the checkpoint
-        was prepared. The states of units `in_place` can only be read in their home, so their next updates wait for
-        that."""
+        was prepared. SSD has no room for another version of units `in_place`, so their next updates wait until they are
+        read."""
         self.checkpoint.begin(in_place)
         self._pump()
 
@@ -210,8 +219,8 @@ class Scheduler:
         self._pump(ranks_agree=False)
 
     def others_read(self, unit: int) -> None:
-        """Another rank will read a unit's weights in their home, once the unit's speculative update is undone. No
-        speculative update begins until `others_have_read`."""
+        """Another rank reads a unit's weights in their home from now on. No update of the unit begins until
+        `others_have_read`."""
         self.updates.undo(unit)
         self.leases.others_read(unit, begin=True)
         self._pump(ranks_agree=False)
@@ -234,8 +243,6 @@ class Scheduler:
         """An operation has ended."""
         if operation.kind is Kind.UPDATE:
             self.updates.ended(operation.about)
-        elif operation.kind is Kind.UNDO:
-            self.updates.undone(operation.about)
         elif operation.kind is Kind.SHARE:
             self.updates.shared(operation.about)
         else:
@@ -247,12 +254,12 @@ class Scheduler:
 
         A failed FETCH, SPILL, RELOAD or SAVE loses nothing. A FETCH is retried as long as compute waits for it, a SPILL
         when compute next makes a gradient, and both SPILL and RELOAD once it has been told (`try_again`). After a
-        failed OFFLOAD the step must be dropped. A failed speculative UPDATE is undone. After any other failure, no
+        failed OFFLOAD the step must be dropped. A failed speculative UPDATE is given up. After any other failure, no
         state can be used until all are `restored`.
         """
         if operation.kind is Kind.UPDATE:
             self.updates.update_failed(operation.about)
-        elif operation.kind in (Kind.UNDO, Kind.SHARE):
+        elif operation.kind is Kind.SHARE:
             self.versions.failed = True
         else:
             self._moved(operation, failed=True)
@@ -262,11 +269,6 @@ class Scheduler:
         """An UPDATE has found a gradient that is not finite, and has changed nothing. It is over."""
         self.updates.refused(operation.about)
         self._over()
-
-    def old_states_kept(self, operation: Operation) -> None:
-        """A running UPDATE has copied the old states to the reserve for the checkpoint."""
-        self.checkpoint.copied(operation.unit)
-        self._pump(ranks_agree=False)
 
     def gradient_used(self, operation: Operation) -> None:
         """A running UPDATE has read its gradients for the last time."""
@@ -409,12 +411,12 @@ class Scheduler:
         self.updates.retry(operation.unit)
 
     def _fetch(self, leases: Iterable[Lease]) -> None:
-        """Fill leases. A speculative update of what they read is undone first."""
+        """Fill leases. A speculative update of what they read is called off first."""
         for lease in leases:
             unit, version = lease.unit, lease.version
             self.updates.undo(unit)
-            awaited, undoing = self.versions.awaited(unit, version), self.versions.undoing(unit)
-            self._issue(Operation(Kind.FETCH, unit, lease.run, version, awaited, undoing=undoing, about=lease))
+            awaited = self.versions.awaited(unit, version)
+            self._issue(Operation(Kind.FETCH, unit, lease.run, version, awaited, about=lease))
 
     def _drop(self, record: GradientRecord) -> None:
         self.updates.call_off_early(record.unit)

@@ -1,19 +1,18 @@
 """Updates: which update runs next, what it may overwrite, and which version of the weights it makes.
 
-    [ASKING ->] QUEUED -> LOADING -> RUNNING [-> UNDOING] -> over
+    [ASKING ->] QUEUED -> LOADING -> RUNNING -> over
 
 An update that starts before `step()` is early. It is either final, because nothing will be clipped, or speculative. It
 first asks whether anything still refers to the weights, because backward may read them again. A speculative update is
-called off if compute uses the unit again. If it is not running yet, it is over at once.
+called off if compute uses the unit again. It writes all states to other runs, so calling it off moves no bytes, and
+the old states can be read all the time. Ranks may speculate differently: a speculative update affects only what this
+rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows once the update is
+confirmed.
 
-An update in place destroys what it reads. So it waits while compute uses the unit or a FETCH reads it. It also waits
-until a checkpoint has read the unit or there is room to keep the old states. A speculative update keeps the old states
-so that an UNDO can restore them; the plan has room for that. Ranks may speculate differently: a speculative update
-affects only what this rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows
-once the update is confirmed.
-
-An asynchronous update does not overwrite the weights that accesses read. It writes a second extent. `lateness.py`
-shows it.
+`versions.py` says where an update writes. An update in place destroys what it reads. So it waits while compute uses the
+unit or a FETCH reads it. If there is no room for a version that a checkpoint does not let it overwrite, it waits until
+the checkpoint has read the unit. Weights that compute reads where they are can move only while nothing refers to them,
+so the update asks first.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,6 +71,8 @@ class UpdateSchedule:
         """The number of steps since gradients were last clipped."""
         self._pending = 0
         """The number of updates that are queued or under way."""
+        self._lacking: set[int] = set()
+        """Units whose updates wait for a free run."""
         self._draining = False
         """Whether all updates must end."""
 
@@ -82,10 +83,9 @@ class UpdateSchedule:
         weights = self._versions.of[record.unit]
         weights.asking = None
         weights.due += 1
-        update = Update(record.unit, record, extent=weights.extent)
+        update = Update(record.unit, record)
         if self._plan.asynchronous:
             weights.lag, weights.unannounced = 1, update
-            update.extent = 1 - weights.front
         else:
             self._show(update)
         self.queue(update)
@@ -105,18 +105,16 @@ class UpdateSchedule:
         """`step()` confirms the speculative update of a unit. Returns False if there is none."""
         self.call_off_early(unit)
         weights = self._versions.of[unit]
-        update = weights.guess
-        if update is None or update.withdrawn:
+        update, weights.guess = weights.guess, None
+        if update is None:
             return False
-        weights.guess = None
         self.times_kept += 1
         update.speculative = False
         weights.due += 1
         if update.state is UpdateState.RUNNING:
-            weights.front = weights.extent = update.extent
             self._issue(Operation(Kind.KEEP, unit, gradient=update.record, about=update))
-        else:
-            update.extent = weights.extent
+        if update.has_written:
+            self._versions.adopt(update)
         self._show(update)
         if update.has_read:
             self._gradients.drop(update.record)
@@ -143,7 +141,7 @@ class UpdateSchedule:
         if self._plan.units[unit].shared:
             weights.sharing.append(update)
             self._pending += 1
-            self._issue(Operation(Kind.SHARE, unit, None, weights.due, update.record, update.extent, about=update))
+            self._issue(Operation(Kind.SHARE, unit, None, weights.due, update.record, about=update))
 
     # --- early updates ---
 
@@ -155,29 +153,34 @@ class UpdateSchedule:
             return
         if weights.asking is not None or (speculative and weights.update is not None):
             return  # earlier requests come first
-        extent = 1 - weights.extent if speculative else weights.extent
-        weights.asking = Update(record.unit, record, speculative, UpdateState.ASKING, extent=extent)
+        weights.asking = Update(record.unit, record, speculative, UpdateState.ASKING)
         if speculative:
             weights.guess = weights.asking
         self._ask(weights.asking)
 
     def ask_again(self, unit: int) -> None:
-        """An early update of a unit may no longer have to wait."""
+        """Nothing may refer to the weights of a unit any more. Ask for the update that waits for that."""
         asking = self._versions.of[unit].asking
         if asking is not None and asking.query is None:
             self._ask(asking)
+        self.retry(unit)
 
     def answered(self, asked: Operation, free: bool) -> None:
-        """The answer to the ASK of an early update. If something uses the weights, `ask_again` is called later."""
+        """The answer to an ASK. If something uses the weights, `ask_again` is called later."""
         update: Update = asked.about
         weights = self._versions.of[asked.unit]
-        if weights.asking is not update or update.query is not asked:
+        if update.query is not asked:
             return
         update.query = None
         if not free or self._leases.uses(asked.unit) or update.record.lost:
             return
-        if update.speculative:
-            weights.asking = None
+        if weights.update is update:
+            update.may_move = True
+            self.retry(asked.unit)
+        elif weights.asking is not update:
+            return
+        elif update.speculative:
+            weights.asking, update.may_move = None, True
             self.queue(update)
         else:
             self._issue(Operation(Kind.KEEP, asked.unit, gradient=update.record))
@@ -192,37 +195,30 @@ class UpdateSchedule:
         weights.asking = None
 
     def undo(self, unit: int) -> None:
-        """Undo the speculative update of a unit, so that nothing sees its result."""
+        """Call off the speculative update of a unit, so that nothing sees its result."""
         weights = self._versions.of[unit]
         update = weights.guess
-        if update is None or update.withdrawn:
+        if update is None:
             return
         if update.state is UpdateState.ASKING:
             self.call_off_early(unit)
             return
-        update.withdrawn = True
+        weights.guess = None
         self.times_undone += 1
-        if update.state in (UpdateState.QUEUED, UpdateState.LOADING):
+        if weights.update is not update:  # it has ended
+            self._versions.give_up(update)
+        elif update.state is UpdateState.RUNNING:
+            update.withdrawn = True
+        else:
             if update.admitted:
                 self._release(update)
                 self._gradients.used(update.record, last=False)
             self._over(update)
-        elif weights.update is not update:  # it has ended
-            weights.update = update
-            self._pending += 1
-            self._begin_undo(update)
 
     def undo_all(self) -> None:
-        """Undo all speculative updates."""
+        """Call off all speculative updates."""
         for unit in range(len(self._versions.of)):
             self.undo(unit)
-
-    def undone(self, update: Update) -> None:
-        """An UNDO has ended: the states are the same as before the update."""
-        weights = self._versions.of[update.unit]
-        if update.has_written:
-            weights.newest -= 1
-        self._over(update)
 
     def lose(self, record: GradientRecord) -> None:
         """A gradient was lost. If its update is final, no state can be used until all are restored."""
@@ -232,8 +228,8 @@ class UpdateSchedule:
                 self._versions.failed = True
 
     def _may_speculate(self, unit: int) -> bool:
-        """Whether an update may begin before `step()`: there is room to undo it, no checkpoint needs that room, and
-        recent steps were not clipped."""
+        """Whether an update may begin before `step()`: there is room for another version, no checkpoint needs that
+        room, and recent steps were not clipped."""
         stopped = self._checkpoint.under_way or self._draining or self._versions.failed
         return self._plan.units[unit].speculated and self._calm >= CALM_STEPS and not stopped
 
@@ -241,13 +237,12 @@ class UpdateSchedule:
         update.query = Operation(Kind.ASK, update.unit, about=update)
         self._issue(update.query)
 
-    def _begin_undo(self, update: Update) -> None:
-        update.state = UpdateState.UNDOING
-        self._issue(Operation(Kind.UNDO, update.unit, about=update))
-
     def _over(self, update: Update) -> None:
-        """A speculative update was called off or undone. Its gradient is needed again."""
-        self._versions.of[update.unit].guess = None
+        """A speculative update is given up. Its gradient is needed again."""
+        weights = self._versions.of[update.unit]
+        if weights.guess is update:
+            weights.guess = None
+        self._versions.give_up(update)
         self._finish(update)
 
     # --- reports of an UPDATE ---
@@ -260,17 +255,16 @@ class UpdateSchedule:
     def weights_written(self, update: Update) -> None:
         """An update has written the new weights."""
         update.has_written = True
-        weights = self._versions.of[update.unit]
-        weights.newest += 1
         if not update.speculative:
-            weights.extent = update.extent
+            self._versions.adopt(update)
         self._leases.changes = True
 
     def ended(self, update: Update) -> None:
         """An update has written all states."""
         self._release(update)
+        self._versions.end_read(update.unit)
         if update.withdrawn:
-            self._begin_undo(update)
+            self._over(update)
         else:
             self._finish(update)
 
@@ -286,6 +280,9 @@ class UpdateSchedule:
         again."""
         if not update.speculative:
             self._versions.failed = True
+            self._versions.end_read(update.unit)
+            if not update.has_written:
+                self._versions.give_up(update)
             return
         self.times_undone += not update.withdrawn
         update.withdrawn, self._calm = True, 0
@@ -298,13 +295,15 @@ class UpdateSchedule:
         unit = update.unit
         self._release(update)
         self.gradient_used(update)
+        self._versions.end_read(unit)
         if update.speculative:
             self.times_undone += not update.withdrawn
             self._calm = 0
             self._over(update)
             return
+        self._versions.give_up(update)
         self._versions.of[unit].due -= 1
-        self._checkpoint.refused(unit, kept=update.keeps is not None)
+        self._checkpoint.refused(unit)
         self._finish(update)
 
     # --- waiting for updates ---
@@ -331,6 +330,13 @@ class UpdateSchedule:
             self.undo_all()
             self._retry_all()
 
+    def replaced(self, lags: Sequence[int]) -> None:
+        """Every state is about to be replaced, and nothing is under way: no queued update will run."""
+        for weights in self._versions.of:
+            if weights.update is not None and weights.update.state is UpdateState.LOADING:
+                self._versions.give_up(weights.update)
+        self._versions.replaced(lags)
+
     def restored(self, lags: Sequence[int]) -> None:
         """Every state has been replaced, whatever happened to updates. Nothing is under way."""
         for weights in self._versions.of:
@@ -339,6 +345,7 @@ class UpdateSchedule:
         self._versions.restored(lags)
         for queue in self._queues:
             queue.clear()
+        self._lacking.clear()
         self._admitted, self._pending, self._ahead = [0, 0], 0, -1
 
     # --- decisions ---
@@ -361,6 +368,11 @@ class UpdateSchedule:
 
     def pump(self) -> None:
         """Start every update that can start now."""
+        if self._versions.changes:
+            self._versions.changes = False
+            lacking, self._lacking = self._lacking, set()
+            for unit in sorted(lacking):
+                self.retry(unit)
         for updater, queue in enumerate(self._queues):
             while self._admitted[updater] < MOST_ADMITTED and queue and not self._versions.failed:
                 update = heappop(queue)[-1]
@@ -396,6 +408,10 @@ class UpdateSchedule:
         if self._must_wait(update):
             return
         unit = update.unit
+        if not self._versions.choose(update):
+            self._lacking.add(unit)
+            self._checkpoint.hurry(unit)
+            return
         update.state = UpdateState.LOADING
         update.admitted = True
         self._admitted[self._plan.units[unit].updater] += 1
@@ -413,7 +429,19 @@ class UpdateSchedule:
             return True
         if self._checkpoint.holds_back(unit):
             return True
-        return self._checkpoint.would_lose(unit) and not self._checkpoint.can_keep(unit)
+        return not self._may_move(update)
+
+    def _may_move(self, update: Update) -> bool:
+        """Whether an update may write the weights elsewhere, if it has to. If compute reads them where they are, this
+        asks whether anything refers to them."""
+        unit = update.unit
+        leased = self._plan.units[unit].lease_frames or self._plan.asynchronous
+        if leased or update.may_move or not self._versions.weights_move(unit):
+            return True
+        self._checkpoint.hurry(unit)
+        if update.query is None:
+            self._ask(update)
+        return False
 
     def _start(self, update: Update) -> None:
         """Run an update once its gradient is in RAM."""
@@ -424,22 +452,14 @@ class UpdateSchedule:
             return
         if not self._gradients.usable(update.record):
             return
-        if self._checkpoint.would_lose(update.unit):
-            # Not earlier: the checkpoint reads the copy, and the gradient may wait for buffers of later updates.
-            update.keeps = self._checkpoint.keep(update.unit)
-            if update.keeps is None:
-                return
         update.state = UpdateState.RUNNING
         plan = self._plan.units[update.unit]
         if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
-        version, undoable = self._versions.of[update.unit].newest + 1, update.speculative
-        self._issue(
-            Operation(
-                Kind.UPDATE, update.unit, update.keeps, version, update.record, update.extent, undoable, about=update
-            )
-        )
+        self._versions.begin_read(update.unit)
+        version = self._versions.of[update.unit].newest + 1
+        self._issue(Operation(Kind.UPDATE, update.unit, None, version, update.record, runs=update.runs, about=update))
 
     def _release(self, update: Update) -> None:
         """An update makes room for another update."""

@@ -1,32 +1,151 @@
-"""The versions of each unit's weights, and the update that makes the next one.
+"""The versions of each unit's states: which of them are where, and who may still read them.
 
-A version is the number of steps whose gradients the weights contain.
+A version is the number of steps whose gradients the states contain. A version that something may still read is never
+changed. An update changes states in place if nothing needs their old version. Otherwise it writes them to other runs,
+and these replace the old ones once the update is final and has written the weights. So a checkpoint, a speculative
+update, weights that lag and reads of other ranks all follow one rule: who needs a version refers to its runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from pagoda.schedule.operations import SchedulePlan
+from pagoda.memory.page import PageRun
+from pagoda.memory.versions import EMPTY, VersionPool
+from pagoda.plan.tiers import SSD
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.records import GradientRecord, Update, UpdateState, Weights
 
 
 class Versions:
-    """The weights of every unit."""
+    """The states of every unit.
 
-    def __init__(self, plan: SchedulePlan) -> None:
-        self._plan = plan
+    Invariants: a run has one reference of the unit whose newest state it holds; with asynchronous updates, another one
+    of accesses that read it; and one of each checkpoint and update that uses it. An update in place has none of its
+    own. A run that accesses or updates have left is free once nothing reads the unit.
+    """
+
+    def __init__(self, plan: SchedulePlan, issue: Callable[[Operation], None]) -> None:
+        self._issue = issue
         self.of = [Weights() for _ in plan.units]
         """By unit."""
-        self.restored()
-
-    def restored(self, lags: Sequence[int] = ()) -> None:
-        """Every state has been replaced, in all extents. `lags`: by unit, how far its weights lag, if any do. Accesses
-        of these read the extent without the newest values."""
-        for unit, before in enumerate(self.of):
-            lag = lags[unit] if lags else 0
-            front = 1 - before.extent if lag else before.front
-            self.of[unit] = Weights(lag, lag, lag, front=front, extent=before.extent, edition=before.edition)
         self.failed = False
         """Whether an update has failed. States are then damaged until all are `restored`."""
+        self.moved(plan)
+
+    def moved(self, plan: SchedulePlan) -> None:
+        """States have moved to their homes in a plan, where each has the first run of its own."""
+        self._plan = plan
+        self.pools = {tier: VersionPool(*sizes) for tier, sizes in version_pools(plan).items()}
+        """Tier -> its pages for states."""
+        self._readers = [0] * len(plan.units)
+        """By unit, the number of updates, FETCHes and other ranks that read it."""
+        self._left: list[list[tuple[int, PageRun]]] = [[] for _ in plan.units]
+        """By unit, the runs, with their states, that are free once nothing reads the unit."""
+        self.changes = False
+        """Whether a run has become free since `updates` last looked."""
+        for unit, runs in enumerate(first_runs(plan, self.pools)):
+            weights = self.of[unit]
+            weights.runs, weights.read = runs, runs[0] if runs else EMPTY
+            if plan.asynchronous:
+                self._pin(unit, 0, weights.read)
+
+    def replaced(self, lags: Sequence[int]) -> None:
+        """Every state is about to be replaced, and nothing is under way. `lags`: by unit, how far its new weights lag,
+        if any do. Accesses read the weights of these where the newest ones are not."""
+        for unit, weights in enumerate(self.of):
+            if weights.runs:
+                self._read_newest(unit)
+            if lags and lags[unit]:
+                run = self._alloc(unit, 0)
+                assert run is not None, "weights of asynchronous updates have two runs"
+                before, weights.runs = weights.runs[0], (run, *weights.runs[1:])
+                self._leave(unit, 0, before)
+
+    def restored(self, lags: Sequence[int] = ()) -> None:
+        """Every state has been replaced."""
+        for unit, before in enumerate(self.of):
+            lag = lags[unit] if lags else 0
+            self.of[unit] = Weights(lag, lag, lag, before.runs, before.read, edition=before.edition)
+        self.failed = False
+
+    # --- where the next version is written ---
+
+    def choose(self, update: Update) -> bool:
+        """Choose where an update writes. Returns False if a tier has no room now. The update then waits until a run is
+        free, or nothing else needs the old version."""
+        weights = self.of[update.unit]
+        runs: list[PageRun] = []
+        for state, before in enumerate(weights.runs):
+            elsewhere = update.speculative or self._is_needed(update.unit, state)
+            run = self._alloc(update.unit, state) if elsewhere else before
+            if run is None:
+                for other, taken in enumerate(runs):
+                    if taken != weights.runs[other]:
+                        self._pool(update.unit, other).unpin(taken)
+                return False
+            runs.append(run)
+        update.runs = tuple(runs)
+        return True
+
+    def weights_move(self, unit: int) -> bool:
+        """Whether something may read the newest weights, so that the next ones are written elsewhere."""
+        return bool(self.of[unit].runs) and self._is_needed(unit, 0)
+
+    def moves(self, update: Update) -> bool:
+        """Whether an update writes every state elsewhere, so that the version before it stays whole."""
+        pairs = zip(self.of[update.unit].runs, update.runs, strict=True)
+        return all(before != run or not run.count for before, run in pairs)
+
+    def adopt(self, update: Update) -> None:
+        """An update is final and has written the weights: what it writes is the newest version."""
+        unit, weights = update.unit, self.of[update.unit]
+        before, weights.runs = weights.runs, update.runs
+        weights.newest += 1
+        for state, run in enumerate(before):
+            if run != update.runs[state]:
+                self._leave(unit, state, run)
+        self.show(unit)
+
+    def show(self, unit: int) -> None:
+        """Accesses read the newest weights, unless they lag or an update must end first."""
+        weights = self.of[unit]
+        if weights.runs and weights.newest == weights.version:
+            self._read_newest(unit)
+
+    def give_up(self, update: Update) -> None:
+        """Nothing needs what an update has written. It has ended, or has not begun, and was not adopted."""
+        for state, run in enumerate(update.runs):
+            if run != self.of[update.unit].runs[state]:
+                self._unpin(update.unit, state, run)
+
+    # --- who reads ---
+
+    def pin(self, unit: int) -> tuple[PageRun, ...]:
+        """Keep the newest version, and the weights that accesses read. Returns the runs of all states, and behind them
+        that of these weights."""
+        weights = self.of[unit]
+        runs = (*weights.runs, weights.read)
+        for state, run in self._with_states(runs):
+            self._pin(unit, state, run)
+        return runs
+
+    def unpin(self, unit: int, runs: Sequence[PageRun]) -> None:
+        """Something needs the runs of `pin` no more."""
+        for state, run in self._with_states(runs):
+            self._unpin(unit, state, run)
+
+    def begin_read(self, unit: int) -> None:
+        """An update, a FETCH or another rank begins to read a unit."""
+        self._readers[unit] += 1
+
+    def end_read(self, unit: int) -> None:
+        """A read of a unit has ended."""
+        self._readers[unit] -= 1
+        if not self._readers[unit]:
+            left, self._left[unit] = self._left[unit], []
+            for state, run in left:
+                self._unpin(unit, state, run)
+
+    # --- questions ---
 
     def readable(self, unit: int) -> int | None:
         """The version of a unit's weights that can be read now. None if an operation must end first."""
@@ -43,24 +162,87 @@ class Versions:
         ranks' parts of it, have not ended. Otherwise None."""
         weights = self.of[unit]
         missing = version - weights.newest
-        guess = weights.guess
-        if guess is not None and guess.withdrawn and guess.has_written:  # `newest` includes it until it is undone
-            missing += 1
         if missing == 0 and weights.sharing:
             return weights.sharing[-1].record
-        if not self._plan.ranks_fetch_alike or missing <= 0 or weights.update is None:
+        if not self._plan.ranks_fetch_alike or missing <= 0:
             return None
-        begun = [] if weights.update.has_written or weights.update is guess else [weights.update]
-        return [*begun, *weights.later][missing - 1].record
-
-    def undoing(self, unit: int) -> Update | None:
-        """The speculative update of a unit that is being undone or will be."""
-        guess = self.of[unit].guess
-        return guess if guess is not None and guess.withdrawn else None
+        coming = [weights.update, *weights.later]
+        to_come = [each for each in coming if each and not (each.speculative or each.has_written)]
+        return to_come[missing - 1].record
 
     def settled(self, unit: int) -> int | None:
         """The version of a unit's states. None while they change."""
         weights = self.of[unit]
         update = weights.update
-        busy = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
-        return None if busy or any(each.has_written for each in weights.sharing) else weights.newest
+        final = update if update is not None and not update.speculative else None
+        if final is None or final.state is not UpdateState.RUNNING:
+            changes = False
+        else:
+            changes = final.has_written or not self.moves(final)
+        return None if changes or any(each.has_written for each in weights.sharing) else weights.newest
+
+    # --- parts ---
+
+    def _is_needed(self, unit: int, state: int) -> bool:
+        return self._pool(unit, state).is_shared(self.of[unit].runs[state])
+
+    def _read_newest(self, unit: int) -> None:
+        weights = self.of[unit]
+        before, run = weights.read, weights.runs[0]
+        if before == run:
+            return
+        weights.read = run
+        if self._plan.asynchronous:
+            self._pin(unit, 0, run)
+            self._leave(unit, 0, before)
+        self._issue(Operation(Kind.ADOPT, unit, run, weights.version))
+
+    def _leave(self, unit: int, state: int, run: PageRun) -> None:
+        """A reference ends once nothing reads the unit."""
+        if self._readers[unit]:
+            self._left[unit].append((state, run))
+        else:
+            self._unpin(unit, state, run)
+
+    def _alloc(self, unit: int, state: int) -> PageRun | None:
+        return self._pool(unit, state).alloc(self._plan.units[unit].states[state][1])
+
+    def _pin(self, unit: int, state: int, run: PageRun) -> None:
+        self._pool(unit, state).pin(run)
+
+    def _unpin(self, unit: int, state: int, run: PageRun) -> None:
+        if self._pool(unit, state).unpin(run):
+            self.changes = True
+            self._issue(Operation(Kind.FREE, unit, run, home=state))
+
+    def _pool(self, unit: int, state: int) -> VersionPool:
+        return self.pools[self._plan.units[unit].states[state][0]]
+
+    @staticmethod
+    def _with_states(runs: Sequence[PageRun]) -> list[tuple[int, PageRun]]:
+        """The runs of `pin` with their states."""
+        return [(0 if state == len(runs) - 1 else state, run) for state, run in enumerate(runs)]
+
+
+def version_pools(plan: SchedulePlan) -> dict[str, tuple[list[int], list[int], int]]:
+    """Tier -> the arguments of its `VersionPool`. On SSD, where a run without content takes no space, each state has a
+    spare run, and another one if its weights may lag."""
+    homes: dict[str, list[int]] = {}
+    for unit in plan.units:
+        for tier, pages in unit.states:
+            homes.setdefault(tier, []).append(pages)
+    pools = {tier: (sizes, [*plan.spares.get(tier, ())], plan.reserve.get(tier, 0)) for tier, sizes in homes.items()}
+    if SSD in pools:
+        pools[SSD] = homes[SSD], homes[SSD] * (1 + plan.asynchronous), 0
+    return pools
+
+
+def first_runs(plan: SchedulePlan, pools: dict[str, VersionPool] | None = None) -> list[tuple[PageRun, ...]]:
+    """By unit, the first run of each state, from pools of which nothing is in use."""
+    pools = pools or {tier: VersionPool(*sizes) for tier, sizes in version_pools(plan).items()}
+    first: list[tuple[PageRun, ...]] = []
+    for unit in plan.units:
+        runs = [pools[tier].alloc(pages) for tier, pages in unit.states]
+        assert None not in runs, "each state has a run"
+        first.append(tuple(run for run in runs if run is not None))
+    return first

@@ -8,7 +8,7 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import traffic_of
-from pagoda.schedule.operations import QUESTIONS, Kind, Operation
+from pagoda.schedule.operations import NOT_REPORTED, QUESTIONS, Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.waits import InFlight
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
@@ -65,7 +65,7 @@ class Execution:
             self._lanes.when_ended(self._updates.share(unit), partial(self._ended, operation))
         elif chains := self._chains(kind, unit, self._adds(operation)):
             self._give(operation, chains)
-        elif kind not in (Kind.KEEP, Kind.PUBLISH):
+        elif kind not in NOT_REPORTED:
             self._scheduler.ended(operation)
 
     def _is_early(self, operation: Operation) -> bool:
@@ -114,7 +114,7 @@ class Execution:
         self.pump()
 
     def _chains_of(self, kind: Kind, index: int, adds: bool) -> Sequence[Chain]:
-        """The work of an operation. There is none for PUBLISH, for the OFFLOAD of a gradient that stays where it is
+        """The work of an operation. There is none for the OFFLOAD of a gradient that stays where it is
         made, and for the FETCH of weights that are already in RAM."""
         unit, traffic, layout = self._plan.units[index], self._traffic[index], self._plan.layout
         if kind is Kind.FETCH:

@@ -59,8 +59,8 @@ class SlotTable:
     """
 
     def __init__(self, pages: int, slots: int) -> None:
-        if pages < 1 or slots < pages:
-            raise ValueError(f"{pages} pages do not fit {slots} slots")
+        if pages < 1 or slots < 1:
+            raise ValueError(f"there is nothing to keep in {pages} pages and {slots} slots")
         self.pages = pages
         self.slots = slots
         self.free = slots
@@ -165,7 +165,8 @@ class SlotTable:
         self._dereference(table.written)
 
     def adopt(self, run: PageRun, table: PageTable) -> None:
-        """Replace pages that are not busy with those of a pinned table. Their old slots lose this reference."""
+        """Replace pages that are not busy with those of a table, to whose slots something refers. Their old slots lose
+        this reference."""
         live = self._live.part(run)
         np.add.at(self._references, table.written, 1)
         self._dereference(live.written)

@@ -37,8 +37,8 @@ class SSDTier:
     """Pages on one or several drives, written out of place and verified.
 
     The slot table decides where a page is stored. A store to a page to which nothing else refers overwrites its slot. A
-    store to a page that a snapshot or a commit keeps goes to a free slot. The `spare` slots make that possible: a
-    commit of all pages takes at most as many slots as pages have changed since.
+    store to a page that another run, a snapshot or a commit keeps goes to a free slot. The `spare` slots make that
+    possible: a commit of all pages takes at most as many slots as pages have changed since.
 
     Every store hashes each page (xxh3_64), and every load compares. Pages that were never stored read as zeros. Each
     load or store is atomic with respect to others that touch its pages, and to `PageSnapshot.add`.
@@ -56,6 +56,7 @@ class SSDTier:
         Raises StorageError and BudgetError like `PageStore`.
         """
         self.page_bytes = page_bytes
+        self._pages = pages
         self._spare = spare
         self._allocated = 0
         self._changed = threading.Condition()
@@ -86,8 +87,8 @@ class SSDTier:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the allocated pages and of all spare slots, whose space is reserved."""
-        return (self._allocated + self._spare) * self.page_bytes
+        """Bytes of all pages and of all spare slots, whose space is reserved."""
+        return (self._pages + self._spare) * self.page_bytes
 
     @property
     def bytes_on_drives(self) -> dict[Path, int]:
@@ -104,7 +105,7 @@ class SSDTier:
             self._grow()
             kept = slots_of(table for commit, table in self._commits.items() if commit not in gone)
             kept = np.setdiff1d(kept, slots_of(self._table.table(run) for run in unchanging))
-            return self._table.slots - self._table.pages - len(kept)
+            return self._table.slots - self._pages - len(kept)
 
     def alloc(self, pages: int) -> PageRun:
         """Permanently allocate the next free pages. Raises ValueError if there are too few."""
@@ -118,14 +119,18 @@ class SSDTier:
         with self._changed:
             self._grow_to(pages + spare)
 
-    def rearrange(self, pages: int, spare: int, kept: Mapping[PageRun, PageRun]) -> None:
+    def rearrange(self, pages: int, spare: int, kept: Mapping[PageRun, PageRun], numbers: int | None = None) -> None:
         """Allocate `pages` pages anew, with `spare` additional slots, for which there is room. `kept`: run of the new
         pages -> run whose content it has from now on, without I/O. What other pages hold is lost, unless a snapshot or
-        a commit keeps it. No load or store is under way."""
+        a commit keeps it. No load or store is under way.
+
+        `numbers`: how many pages can be named, if these are more than may have content at once.
+        """
+        numbers = pages if numbers is None else numbers
         with self._changed:
             held = [*self._commits.values()]
             held += [table for each in self._kept if each.reference is None for table in each.tables.values()]
-            table = SlotTable(max(1, pages), self._store.file.slots)
+            table = SlotTable(max(1, numbers), self._store.file.slots)
             for each in held:
                 table.pin(each)
             for run, before in kept.items():
@@ -133,7 +138,21 @@ class SSDTier:
                 table.pin(content)
                 table.adopt(run, content)
                 table.unpin(content)
-            self._table, self._spare, self._allocated = table, spare, pages
+            self._table, self._pages, self._spare, self._allocated = table, pages, spare, numbers
+            self._changed.notify_all()
+
+    def share(self, run: PageRun, into: PageRun) -> None:
+        """Give another run the content of a run, without I/O. A store to a page of either goes to a free slot then.
+        Neither run is being stored or loaded."""
+        with self._changed:
+            self._table.adopt(into, self._table.table(run))
+            self._changed.notify_all()
+
+    def drop(self, run: PageRun) -> None:
+        """Nothing needs the content of a run any more, and it is neither being stored nor loaded. Its slots become
+        free, unless something else keeps them."""
+        with self._changed:
+            self._table.adopt(run, PageTable.blank(run.count))
             self._changed.notify_all()
 
     def load(self, run: PageRun, offset_bytes: int, into: memoryview) -> None:
@@ -175,13 +194,10 @@ class SSDTier:
             self._table.end_store(pages, targets, hashes)
             self._changed.notify_all()
 
-    def snapshot(self, awaited: bool = True) -> "PageSnapshot":
-        """A new snapshot without pages. `PageSnapshot.add` keeps each run as it is at the time of that call.
-
-        `awaited`: stores that find no free slot wait until the snapshot is closed. Otherwise they fail, because the
-        snapshot ends only after the stores.
-        """
-        return PageSnapshot(self, awaited)
+    def snapshot(self) -> "PageSnapshot":
+        """A new snapshot without pages. `PageSnapshot.add` keeps each run as it is at the time of that call. Stores
+        that find no free slot wait until the snapshot is closed."""
+        return PageSnapshot(self)
 
     def adopt(self, run: PageRun, committed: CommittedPages, its_run: PageRun) -> bool:
         """Give a run the content of committed pages, without I/O. Returns False and changes nothing if the pages belong
@@ -232,7 +248,7 @@ class SSDTier:
                     self._let_go(kept)
                 if not self._table.lacks(pages):
                     continue
-                if not (self._table.storing or any(kept.awaited for kept in self._kept)):
+                if not (self._table.storing or self._kept):
                     if self._grow():
                         continue
                     raise self._exhausted()
@@ -243,7 +259,7 @@ class SSDTier:
 
     def _grow(self) -> bool:
         """Add the slots that commits of other runs keep of this run's spare ones. Returns whether there were any."""
-        return self._grow_to(self._table.pages + self._spare)
+        return self._grow_to(self._pages + self._spare)
 
     def _grow_to(self, slots: int) -> bool:
         """Grow to so many slots in addition to those that commits of other runs keep. Returns whether that added
@@ -267,7 +283,7 @@ class SSDTier:
     def _exhausted(self) -> BudgetError:
         page = self.page_bytes
         return BudgetError(
-            f"no slot of tier 'ssd' is free for a page whose old content is kept: {self._allocated} of "
+            f"no slot of tier 'ssd' is free for a page whose old content is kept: {self._pages} of "
             f"{self._table.slots} slots are for pages in use, and {len(self._commits)} checkpoints keep others "
             f"({format_bytes(self._table.slots * page)} in all, {self._spare} spare slots). Delete checkpoints, keep "
             f"fewer (memory.ssd_checkpoints, --save-total-limit), or raise memory.ssd='DIR:SIZE'."
@@ -281,7 +297,6 @@ class _Kept:
     """What a snapshot keeps. The tier has a reference too, because the snapshot may be dropped without `close`."""
 
     holder: "weakref.ref[PageSnapshot]"
-    awaited: bool
     tables: dict[PageRun, PageTable] = field(default_factory=dict)
     """Tables that are pinned until the commit. After that, the commit's own table is pinned."""
     reference: Reference | None = None
@@ -291,13 +306,13 @@ class _Kept:
 class PageSnapshot:
     """Runs of a tier, each as it was at the instant at which it was added, whatever has been stored since.
 
-    The snapshot keeps their slots until it is closed, restored or dropped. Close it only after older commits have been
+    The snapshot keeps their slots until it is closed or dropped. Close it only after older commits have been
     forgotten, because a store may wait for the slots of either.
     """
 
-    def __init__(self, tier: SSDTier, awaited: bool) -> None:
+    def __init__(self, tier: SSDTier) -> None:
         self._tier = tier
-        self._kept = _Kept(weakref.ref(self), awaited)
+        self._kept = _Kept(weakref.ref(self))
         with tier._changed:
             tier._kept.append(self._kept)
 
@@ -313,15 +328,6 @@ class PageSnapshot:
             tier._wait_while(tier._table.storing_to, run)
             tables[run] = tier._table.table(run)
             tier._table.pin(tables[run])
-
-    def restore(self) -> None:
-        """Restore the old pages without I/O, and close the snapshot. The slots of what has been stored since become
-        free."""
-        with self._tier._changed:
-            for run, table in self._open().tables.items():
-                self._tier._wait_while(self._tier._table.busy, run)
-                self._tier._table.adopt(run, table)
-            self._tier._let_go(self._kept)
 
     def commit(self, checkpoint: Path, checkpoint_id: str) -> dict[str, Any]:
         """Keep the pages after the process ends, for the checkpoint that has or will have this id.
