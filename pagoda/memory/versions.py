@@ -57,6 +57,11 @@ class VersionPool:
         self.in_use += count
         return run
 
+    def has(self, count: int) -> bool:
+        """Whether `alloc` would find a run of `count` pages now."""
+        reserve = 0 if self._reserve is None else self._reserve.largest_free
+        return not count or bool(self._free.get(count)) or reserve >= count
+
     def pin(self, run: PageRun) -> None:
         """Add a reference. Raises KeyError if the run has none."""
         if run.count:

@@ -191,8 +191,8 @@ class Store:
         tier = self.tier(unit, state)
         if tier == SSD:
             return None
-        run = self.home(unit, state) if run is None else run
-        return self._regions[tier].part(run).tensor(self.dtype(unit, state))
+        run, dtype = self.home(unit, state) if run is None else run, self.dtype(unit, state)
+        return self._regions[tier].part(run).tensor(dtype) if run.count else torch.empty(0, dtype=dtype)
 
     def run(self, unit: int, state: str) -> PageRun | None:
         """The pages on SSD with the newest version of a state, or with the gradient. None if it is elsewhere."""

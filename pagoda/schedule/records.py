@@ -102,7 +102,7 @@ class Update:
     urgent: bool = False
     """Whether compute waits for the update."""
     runs: tuple[PageRun, ...] = ()
-    """Where the update writes each state, once it is admitted. A state that nobody else may read is written where it
+    """Where the update writes each state, once it runs. A state that nobody else may read is written where it
     is."""
     may_move: bool = False
     """Whether nothing refers to weights that compute reads where they are, so that their next version may be
@@ -157,5 +157,6 @@ class Weights:
 
     @property
     def await_update(self) -> bool:
-        """Whether the version that accesses read waits for an update, or for other ranks' parts."""
-        return self.newest < self.version or bool(self.sharing)
+        """Whether the version that accesses read waits for an update, or for other ranks' parts. It may also end soon,
+        with a speculative update, unless that is called off."""
+        return self.guess is not None or self.newest < self.version or bool(self.sharing)

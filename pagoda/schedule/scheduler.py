@@ -174,7 +174,7 @@ class Scheduler:
         """Every state is about to be replaced, and a checkpoint under way is given up. Nothing is under way. `lags`: by
         unit, how far its new weights lag, if any do."""
         self.checkpoint.restored()
-        self.updates.replaced(lags)
+        self.versions.replaced(lags)
 
     def restored(self, lags: Sequence[int] = ()) -> None:
         """Every state has been replaced, possibly after an update has failed, and nothing has happened since `replaced`

@@ -330,13 +330,6 @@ class UpdateSchedule:
             self.undo_all()
             self._retry_all()
 
-    def replaced(self, lags: Sequence[int]) -> None:
-        """Every state is about to be replaced, and nothing is under way: no queued update will run."""
-        for weights in self._versions.of:
-            if weights.update is not None and weights.update.state is UpdateState.LOADING:
-                self._versions.give_up(weights.update)
-        self._versions.replaced(lags)
-
     def restored(self, lags: Sequence[int]) -> None:
         """Every state has been replaced, whatever happened to updates. Nothing is under way."""
         for weights in self._versions.of:
@@ -408,9 +401,8 @@ class UpdateSchedule:
         if self._must_wait(update):
             return
         unit = update.unit
-        if not self._versions.choose(update):
-            self._lacking.add(unit)
-            self._checkpoint.hurry(unit)
+        if not self._versions.has_room(update):
+            self._wait_for_room(unit)
             return
         update.state = UpdateState.LOADING
         update.admitted = True
@@ -452,6 +444,10 @@ class UpdateSchedule:
             return
         if not self._gradients.usable(update.record):
             return
+        # Not earlier: the gradient may wait for buffers of later updates, for which the room is enough.
+        if not self._versions.choose(update):
+            self._wait_for_room(update.unit)
+            return
         update.state = UpdateState.RUNNING
         plan = self._plan.units[update.unit]
         if plan.streamed or not plan.updater:
@@ -460,6 +456,11 @@ class UpdateSchedule:
         self._versions.begin_read(update.unit)
         version = self._versions.of[update.unit].newest + 1
         self._issue(Operation(Kind.UPDATE, update.unit, None, version, update.record, runs=update.runs, about=update))
+
+    def _wait_for_room(self, unit: int) -> None:
+        """An update waits until a run is free, or until a checkpoint has read the unit."""
+        self._lacking.add(unit)
+        self._checkpoint.hurry(unit)
 
     def _release(self, update: Update) -> None:
         """An update makes room for another update."""

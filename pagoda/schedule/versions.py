@@ -69,14 +69,21 @@ class Versions:
 
     # --- where the next version is written ---
 
+    def has_room(self, update: Update) -> bool:
+        """Whether each tier probably has room for what an update writes."""
+        return all(
+            self._pool(update.unit, state).has(run.count)
+            for state, run in enumerate(self.of[update.unit].runs)
+            if self._moves(update, state)
+        )
+
     def choose(self, update: Update) -> bool:
         """Choose where an update writes. Returns False if a tier has no room now. The update then waits until a run is
         free, or nothing else needs the old version."""
         weights = self.of[update.unit]
         runs: list[PageRun] = []
         for state, before in enumerate(weights.runs):
-            elsewhere = update.speculative or self._is_needed(update.unit, state)
-            run = self._alloc(update.unit, state) if elsewhere else before
+            run = self._alloc(update.unit, state) if self._moves(update, state) else before
             if run is None:
                 for other, taken in enumerate(runs):
                     if taken != weights.runs[other]:
@@ -100,10 +107,10 @@ class Versions:
         unit, weights = update.unit, self.of[update.unit]
         before, weights.runs = weights.runs, update.runs
         weights.newest += 1
+        self.show(unit)
         for state, run in enumerate(before):
             if run != update.runs[state]:
                 self._leave(unit, state, run)
-        self.show(unit)
 
     def show(self, unit: int) -> None:
         """Accesses read the newest weights, unless they lag or an update must end first."""
@@ -183,6 +190,10 @@ class Versions:
 
     # --- parts ---
 
+    def _moves(self, update: Update, state: int) -> bool:
+        """Whether an update must write a state elsewhere."""
+        return update.speculative or self._is_needed(update.unit, state)
+
     def _is_needed(self, unit: int, state: int) -> bool:
         return self._pool(unit, state).is_shared(self.of[unit].runs[state])
 
@@ -192,10 +203,10 @@ class Versions:
         if before == run:
             return
         weights.read = run
+        self._issue(Operation(Kind.ADOPT, unit, run, weights.version))
         if self._plan.asynchronous:
             self._pin(unit, 0, run)
             self._leave(unit, 0, before)
-        self._issue(Operation(Kind.ADOPT, unit, run, weights.version))
 
     def _leave(self, unit: int, state: int, run: PageRun) -> None:
         """A reference ends once nothing reads the unit."""
@@ -208,10 +219,11 @@ class Versions:
         return self._pool(unit, state).alloc(self._plan.units[unit].states[state][1])
 
     def _pin(self, unit: int, state: int, run: PageRun) -> None:
-        self._pool(unit, state).pin(run)
+        if run.count:
+            self._pool(unit, state).pin(run)
 
     def _unpin(self, unit: int, state: int, run: PageRun) -> None:
-        if self._pool(unit, state).unpin(run):
+        if run.count and self._pool(unit, state).unpin(run):
             self.changes = True
             self._issue(Operation(Kind.FREE, unit, run, home=state))
 

@@ -32,8 +32,8 @@ class Tier(SSDTier):
         self._runs = (*self._runs, run)
         return run
 
-    def freeze_all(self, awaited: bool = True) -> PageSnapshot:
-        frozen = self.snapshot(awaited)
+    def freeze_all(self) -> PageSnapshot:
+        frozen = self.snapshot()
         for run in self._runs:
             frozen.add(run)
         return frozen

@@ -81,7 +81,7 @@ def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None
 )
 def test_a_replay_compares_every_field_of_an_operation(field: str) -> None:
     operation = Operation(Kind.UPDATE, 0)
-    others = {"kind": Kind.FETCH, "unit": 1, "run": PageRun(0, 1), "version": 1, "home": 1}
+    others = {"kind": Kind.FETCH, "unit": 1, "run": PageRun(0, 1), "version": 1, "home": 1, "runs": (PageRun(0, 1),)}
     others["gradient"] = GradientRecord(0, 1)
     other = replace(operation, **{field: others.get(field, True)})
     assert event_log._describe(other) != event_log._describe(operation)

@@ -69,7 +69,7 @@ def test_another_rank_reads_the_weights_before_a_speculative_update() -> None:
     scheduler.gradient(0, complete=True, last=True)
     assert units_of(Kind.UPDATE, end_all(scheduler)) == [0]
     scheduler.others_read(0)
-    assert units_of(Kind.UNDO, scheduler.take()) == [0]
+    assert scheduler.usage.undone == 1
 
 
 def test_all_that_has_frames_is_fetched_whether_or_not_the_fetches_before_have_ended() -> None:
@@ -123,14 +123,13 @@ def test_an_update_is_final_whether_or_not_this_ranks_fetch_has_ended() -> None:
     assert units_of(Kind.KEEP, scheduler.take()) == [0]
 
 
-def test_a_fetch_undoes_a_speculative_update_and_waits_for_that() -> None:
+def test_a_fetch_calls_a_speculative_update_off_and_does_not_wait_for_it() -> None:
     scheduler = without_room_for_unit_0(speculated=True)
     scheduler.gradient(0, complete=True, last=True)
     end_all(scheduler)
-    guess = scheduler.weights(0).guess
-    assert guess is not None
-    assert fetch_of_unit_0(scheduler).undoing is guess
-    assert scheduler.weights(0).guess is None  # the UNDO has ended
+    assert scheduler.weights(0).guess is not None
+    assert fetch_of_unit_0(scheduler).gradient is None
+    assert scheduler.weights(0).guess is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from pagoda.memory.page import PageRun
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
@@ -88,17 +89,18 @@ def test_a_gradient_that_compute_reads_is_brought_back_and_keeps_its_buffer_unti
     assert units_of(Kind.OFFLOAD, end_all(scheduler)) == [0, 2]
 
 
-def test_reading_a_gradient_keeps_a_speculative_update_and_writing_one_undoes_it() -> None:
+def test_reading_a_gradient_keeps_a_speculative_update_and_writing_one_calls_it_off() -> None:
     for writes in (False, True):
         scheduler = Scheduler(plan(frames=4, speculated=True))
         scheduler.gradient(0, complete=True, last=True)
         end_all(scheduler)
         scheduler.lend_gradient(0, True)
         scheduler.lend_gradient(0, False)
-        assert units_of(Kind.UNDO, end_all(scheduler)) == []
+        assert scheduler.weights(0).guess is not None
         if writes:
             scheduler.gradient(0, complete=True, last=False)
-            assert units_of(Kind.UNDO, end_all(scheduler)) == [0]
+            assert scheduler.weights(0).guess is None
+        end_all(scheduler)
         scheduler.end_step()
         assert units_of(Kind.UPDATE, end_all(scheduler)) == ([0] if writes else [])
 
@@ -153,25 +155,29 @@ def test_an_update_that_is_called_off_and_then_refused_counts_once_as_undone() -
     assert scheduler.usage.undone == 1
 
 
-def begun_checkpoint(reserve_pages: int = 1) -> tuple[Scheduler, list[Operation], Operation]:
-    """Of four units that are updated during backward. Two SAVEs are under way, and an UPDATE of another unit, which has
-    begun to keep its old states in the reserve."""
-    units = [UnitPlan(old_state_pages=1) for _ in range(4)]
-    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=reserve_pages, during_backward=True))
+ON_HOST = (("host", 1),)
+"""The states of a unit: one, on one page."""
+
+
+def begun_checkpoint(room: int = 1) -> tuple[Scheduler, list[Operation], Operation]:
+    """Of four units that are updated during backward. Two SAVEs are under way, and an UPDATE of another unit, which
+    writes to the room for other versions."""
+    units = [UnitPlan(states=ON_HOST) for _ in range(4)]
+    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve={"host": room}, during_backward=True))
     scheduler.prepare_checkpoint()
     assert scheduler.updates.prepared
     scheduler.begin_checkpoint()
     saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
     update = updated(scheduler, min({*range(4)} - {op.unit for op in saves}))
-    assert update.run is not None
+    assert update.runs != scheduler.weights(update.unit).runs
     return scheduler, saves, update
 
 
-def saved(scheduler: Scheduler, saves: list[Operation]) -> list[tuple[int, Any]]:
-    """What is saved once these SAVEs have ended: units, and where the reserve has kept their states."""
+def saved(scheduler: Scheduler, saves: list[Operation]) -> list[tuple[int, PageRun]]:
+    """What is saved once these SAVEs have ended: units, and where their states are."""
     for op in saves:
         scheduler.ended(op)
-    return [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
+    return [(op.unit, op.runs[0]) for op in scheduler.take() if op.kind is Kind.SAVE]
 
 
 def updated(scheduler: Scheduler, unit: int) -> Operation:
@@ -181,9 +187,9 @@ def updated(scheduler: Scheduler, unit: int) -> Operation:
     return update
 
 
-def test_states_that_are_read_or_cannot_be_kept_are_updated_only_when_they_have_been_saved() -> None:
-    units = [UnitPlan(old_state_pages=1) for _ in range(4)]
-    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=4, during_backward=True))
+def test_states_of_which_ssd_has_room_for_one_version_are_updated_only_when_they_have_been_saved() -> None:
+    units = [UnitPlan(states=ON_HOST) for _ in range(4)]
+    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve={"host": 4}, during_backward=True))
     scheduler.prepare_checkpoint()
     scheduler.begin_checkpoint(in_place=range(4))
     saves = scheduler.take()
@@ -197,20 +203,47 @@ def test_states_that_are_read_or_cannot_be_kept_are_updated_only_when_they_have_
         saves += [other for other in later if other.kind is Kind.SAVE]
 
 
-def test_states_that_are_read_are_not_kept_besides() -> None:
-    scheduler, (save, _), _ = begun_checkpoint(reserve_pages=2)
-    assert Kind.UPDATE not in {kind for kind, _ in made(scheduler, save.unit, last=True)}
+def test_a_version_that_is_read_stays_while_the_next_one_is_written_elsewhere() -> None:
+    scheduler, (save, _), _ = begun_checkpoint(room=2)
+    assert updated(scheduler, save.unit).runs != save.runs[:1]
 
 
-def test_states_that_were_kept_are_saved_while_the_update_runs_and_then_leave_the_reserve() -> None:
+def test_what_a_checkpoint_has_read_is_free_once_the_next_version_is_there() -> None:
     scheduler, saves, update = begun_checkpoint()
-    scheduler.old_states_kept(update)
-    for op in saves:
-        scheduler.ended(op)
-    (save,) = (op for op in scheduler.take() if op.run is not None)
-    assert (save.unit, save.run) == (update.unit, update.run)
-    scheduler.ended(save)
-    assert not scheduler.checkpoint.reserve.in_use
+    before = scheduler.weights(update.unit).runs[0]
+    end(scheduler, update)
+    assert Kind.FREE not in {op.kind for op in scheduler.take()}
+    assert (update.unit, before) in saved(scheduler, saves)
+    scheduler.ended(Operation(Kind.SAVE, update.unit))
+    assert [op.run for op in scheduler.take() if op.kind is Kind.FREE] == [before]
+    assert scheduler.weights(update.unit).runs == update.runs
+
+
+def test_an_update_waits_for_room_until_a_version_is_free() -> None:
+    scheduler, saves, update = begun_checkpoint()
+    (second,) = {*range(4)} - {op.unit for op in saves} - {update.unit}
+    assert Kind.UPDATE not in {kind for kind, _ in made(scheduler, second, last=True)}
+    scheduler.refused(update)  # it gives its room back
+    assert second in units_of(Kind.UPDATE, end_all(scheduler, but=Kind.SAVE))
+
+
+def test_weights_that_something_refers_to_do_not_move() -> None:
+    units = [UnitPlan(states=ON_HOST) for _ in range(4)]
+    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve={"host": 4}))
+    for unit in range(4):
+        made(scheduler, unit)
+    scheduler.prepare_checkpoint()
+    scheduler.begin_checkpoint()
+    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
+    scheduler.end_step()
+    questions = scheduler.take()
+    assert {op.kind for op in questions} == {Kind.ASK}
+    for op in questions:
+        scheduler.reclaimed(op, freed=op.unit == 1)
+    assert units_of(Kind.UPDATE, end_all(scheduler, but=Kind.SAVE)) == [1]
+    scheduler.let_go(questions[0])
+    assert units_of(Kind.UPDATE, end_all(scheduler, but=Kind.SAVE)) == [questions[0].unit]
+    assert saves
 
 
 def test_a_checkpoint_does_not_wait_for_an_update_that_is_refused() -> None:
@@ -222,32 +255,30 @@ def test_a_checkpoint_does_not_wait_for_an_update_that_is_refused() -> None:
     assert [(op.kind, op.unit, op.version) for op in scheduler.take()] == [(Kind.SAVE, 0, 0)]
 
 
-def test_states_that_were_not_overwritten_after_all_are_saved_from_their_home() -> None:
+def test_states_that_were_not_overwritten_after_all_are_where_they_were() -> None:
     scheduler, saves, update = begun_checkpoint()
+    before = scheduler.weights(update.unit).runs
     scheduler.refused(update)
-    assert (update.unit, None) in saved(scheduler, saves)
+    assert scheduler.weights(update.unit).runs == before
+    assert (update.unit, before[0]) in saved(scheduler, saves)
 
 
-def test_a_refused_update_leaves_what_another_has_kept() -> None:
-    """Of two updates of a unit, the first has kept what a checkpoint has yet to read, and the second is refused."""
-    scheduler, saves, update = begun_checkpoint()
-    scheduler.old_states_kept(update)
-    scheduler.gradient_used(update)
-    scheduler.weights_written(update)
-    scheduler.ended(update)
+def test_a_checkpoint_is_lost_with_an_update_that_it_needs_and_that_fails() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), units=[UnitPlan(states=ON_HOST) for _ in range(4)]))
+    made(scheduler, 0)
     scheduler.end_step()
-    second = updated(scheduler, update.unit)
-    assert second.run is None
-    scheduler.refused(second)
-    assert (update.unit, update.run) in saved(scheduler, saves)
-
-
-def test_a_checkpoint_is_lost_with_an_update_that_fails() -> None:
-    """Even if it has kept the old states: it may have failed while it copied them."""
-    scheduler, _, update = begun_checkpoint()
+    (update,) = (op for op in scheduler.take() if op.kind is Kind.UPDATE)
+    scheduler.begin_checkpoint()
     assert not scheduler.checkpoint.lost
     scheduler.failed(update)
     assert scheduler.checkpoint.lost
+
+
+def test_a_checkpoint_keeps_what_it_needs_if_a_later_update_fails() -> None:
+    scheduler, saves, update = begun_checkpoint()
+    scheduler.failed(update)
+    assert not scheduler.checkpoint.lost
+    assert update.unit in dict(saved(scheduler, saves))
 
 
 def test_no_later_update_overtakes_one_that_a_checkpoint_lacks() -> None:
@@ -294,8 +325,9 @@ def test_an_update_does_not_write_over_what_other_ranks_still_collect() -> None:
 
 def with_buffers(count: int, **more: Any) -> Scheduler:
     """Four units whose gradients share so many buffers."""
-    units = [UnitPlan(buffer_pages=1, speculated=True, old_state_pages=1) for _ in range(4)]
-    return Scheduler(SchedulePlan(units, plan(frames=0).trace, buffer_pool=count, **more))
+    units = [UnitPlan(buffer_pages=1, speculated=True, states=ON_HOST) for _ in range(4)]
+    room = {} if "reserve" in more else {"spares": {"host": (1,) * 4}}
+    return Scheduler(SchedulePlan(units, plan(frames=0).trace, buffer_pool=count, **room, **more))
 
 
 def made(scheduler: Scheduler, unit: int, complete: bool = True, last: bool = False) -> list[tuple[Kind, int]]:
@@ -417,30 +449,52 @@ def test_a_speculative_update_that_was_refused_is_requested_again_by_step() -> N
     scheduler, update = speculated(ended=False)
     scheduler.refused(update)
     scheduler.end_step()
-    assert [(op.kind, op.undoable) for op in scheduler.take()] == [(Kind.UPDATE, False)]
+    assert [(op.kind, op.about.speculative) for op in scheduler.take()] == [(Kind.UPDATE, False)]
 
 
-def test_a_clipped_step_undoes_a_speculative_update_and_makes_it_again() -> None:
+def test_a_clipped_step_calls_a_speculative_update_off_and_makes_it_again() -> None:
     scheduler, _ = speculated(ended=True)
     scheduler.end_step(clipped=True)
-    assert [op.kind for op in end_all(scheduler)] == [Kind.UNDO, Kind.UPDATE]
+    assert units_of(Kind.UPDATE, end_all(scheduler)) == [0]
+    assert scheduler.usage.undone == 1
 
 
-def test_a_further_gradient_undoes_a_speculative_update() -> None:
+def test_a_further_gradient_calls_a_speculative_update_off() -> None:
     scheduler, _ = speculated(ended=True)
-    assert (Kind.UNDO, 0) in made(scheduler, 0)
+    made(scheduler, 0)
+    assert scheduler.usage.undone == 1
 
 
-def test_an_access_undoes_a_speculative_update() -> None:
-    scheduler, _ = speculated(ended=True)
+def test_an_access_calls_a_speculative_update_off_and_reads_the_old_weights_at_once() -> None:
+    scheduler = Scheduler(replace(plan(frames=0), units=[UnitPlan(speculated=True)] * 4))
+    scheduler.gradient(0, complete=True, last=True)
+    (update,) = (op for op in end_all(scheduler, updates=False) if op.kind is Kind.UPDATE)
     scheduler.access(Access(0, Phase.BACKWARD))
-    assert units_of(Kind.UNDO, end_all(scheduler)) == [0]
+    assert scheduler.usage.undone == 1
+    assert scheduler.ready(0)
+    end(scheduler, update)
+    assert scheduler.weights(0).newest == 0
 
 
-def test_a_speculative_update_that_fails_is_undone() -> None:
+def test_a_speculative_update_that_fails_is_called_off() -> None:
     scheduler, update = speculated(ended=False)
     scheduler.failed(update)
-    assert units_of(Kind.UNDO, scheduler.take()) == [0]
+    assert scheduler.usage.undone == 1
+    assert not scheduler.broken
+
+
+def test_what_a_speculative_update_has_written_is_free_once_it_is_called_off() -> None:
+    unit = UnitPlan(speculated=True, states=ON_HOST)
+    for ends_first in (False, True):
+        scheduler = Scheduler(replace(plan(frames=0), units=[unit] * 4, spares={"host": (1,)}))
+        scheduler.gradient(0, complete=True, last=True)
+        (update,) = (op for op in end_all(scheduler, updates=ends_first) if op.kind is Kind.UPDATE)
+        assert update.runs != scheduler.weights(0).runs
+        scheduler.drop_gradients()
+        if not ends_first:
+            assert Kind.FREE not in {op.kind for op in scheduler.take()}
+            end(scheduler, update)
+        assert [op.run for op in scheduler.take() if op.kind is Kind.FREE] == [update.runs[0]]
 
 
 def test_after_updates_have_failed_and_states_are_loaded_others_begin() -> None:
@@ -477,25 +531,26 @@ def asynchronous_step(scheduler: Scheduler) -> list[Operation]:
 
 
 def test_an_asynchronous_update_does_not_write_what_is_still_fetched() -> None:
-    scheduler = Scheduler(replace(plan(frames=4), asynchronous=True))
+    unit = UnitPlan(lease_frames=1, states=ON_HOST)
+    scheduler = Scheduler(replace(plan(frames=4), units=[unit] * 4, spares={"host": (1,) * 4}, asynchronous=True))
     fetch, *_ = run_first(scheduler)
+    read = scheduler.weights(0).read
     scheduler.release(0)
-    scheduler.gradient(0, complete=True, last=False)
-    (offload,) = (op for op in scheduler.take() if op.kind is Kind.OFFLOAD)
-    scheduler.ended(offload)
-    scheduler.end_step()
-    assert units_of(Kind.UPDATE, end_all(scheduler, but=Kind.FETCH)) == [0]
-    assert Kind.UPDATE not in {op.kind for op in asynchronous_step(scheduler)}
+    for _ in range(2):
+        asynchronous_step(scheduler)
+        assert read not in {op.run for op in scheduler.take() if op.kind is Kind.FREE}
+    assert scheduler.weights(0).read != read
     scheduler.ended(fetch)
-    assert units_of(Kind.UPDATE, scheduler.take()) == [0]
+    assert read in {op.run for op in scheduler.take() if op.kind is Kind.FREE}
 
 
 def test_a_step_sees_the_updates_of_the_step_before_the_last() -> None:
-    scheduler = Scheduler(replace(plan(frames=0), asynchronous=True))
-    assert units_of(Kind.PUBLISH, asynchronous_step(scheduler)) == []
-    assert [units_of(Kind.PUBLISH, asynchronous_step(scheduler)) for _ in range(2)] == [[0], [0]]
+    units = [UnitPlan(states=ON_HOST)] * 4
+    scheduler = Scheduler(replace(plan(frames=0), units=units, spares={"host": (1,) * 4}, asynchronous=True))
+    assert units_of(Kind.ADOPT, asynchronous_step(scheduler)) == []
+    assert [units_of(Kind.ADOPT, asynchronous_step(scheduler)) for _ in range(2)] == [[0], [0]]
     scheduler.drain(True)
-    assert units_of(Kind.PUBLISH, end_all(scheduler)) == [0]
+    assert units_of(Kind.ADOPT, end_all(scheduler)) == [0]
 
 
 def test_what_two_steps_have_used_is_expected_next_without_what_evaluations_have() -> None:
@@ -546,18 +601,21 @@ def test_updates_that_were_refused_make_room_for_others() -> None:
     assert updated(scheduler, 1).unit == 1
 
 
-def test_old_states_are_not_kept_while_an_update_waits_for_its_gradient() -> None:
+def test_an_update_takes_no_room_while_it_waits_for_its_gradient() -> None:
     """The room may be enough for another update, whose gradient is there."""
-    scheduler = with_buffers(1, reserve_pages=1)
+    scheduler = with_buffers(1, reserve={"host": 1})
     scheduler.prepare_checkpoint()
     scheduler.begin_checkpoint()
     first, second = sorted({*range(4)} - {*units_of(Kind.SAVE, scheduler.take())})
     made(scheduler, first)
     made(scheduler, second)  # takes the buffer
     scheduler.end_step()
+    for op in reversed(scheduler.take()):
+        if op.kind is Kind.ASK:
+            end(scheduler, op)
     (update,) = (op for op in scheduler.take() if op.kind is Kind.UPDATE)
     assert update.unit == second
-    assert update.run is not None
+    assert update.runs != scheduler.weights(second).runs
 
 
 def test_a_lease_ends_when_its_weights_are_written_or_loaded() -> None:

@@ -104,7 +104,7 @@ class Facts(Observer):
         self.edition = [0] * len(self.units)
         """By unit, how often its states were replaced by other means than an update."""
         self.writer: dict[int, Operation] = {}
-        """Unit -> the UPDATE or UNDO that changes its states now."""
+        """Unit -> the UPDATE that writes its states now."""
         self.made: Counter[Key] = Counter()
         """Gradient -> its parts that autograd has made."""
         self.arrived: Counter[Key] = Counter()
@@ -117,8 +117,8 @@ class Facts(Observer):
         """Gradients that were dropped, or that a final update has read."""
         self.lost: set[Key] = set()
         """Gradients of which a part has failed to arrive."""
-        self.kept: set[object] = set()
-        """Updates that have become final before `step()` or with it."""
+        self.undoable: set[object] = set()
+        """Updates that are not final."""
 
     # --- compute ---
 
@@ -180,15 +180,18 @@ class Facts(Observer):
         require(len(others) < MOST_ADMITTED, f"{len(others) + 1} updates in one lane")
         key = key_of(gradient_of(op))
         require(self.arrived[key] == self.made[key], f"UPDATE before the gradient {key} has arrived")
-        require(not op.undoable or key in self.open, f"UPDATE with {key} may be undone, but it is asked for")
-        require(op.undoable or key in self.asked, f"UPDATE with {key}, which nobody has asked for")
+        undoable = op.about.speculative
+        require(not undoable or key in self.open, f"UPDATE with {key} may be undone, but it is asked for")
+        require(undoable or key in self.asked, f"UPDATE with {key}, which nobody has asked for")
         require(key not in self.useless | self.lost, f"UPDATE with {key}, which was lost, dropped or applied")
-        if not op.undoable:
+        if undoable:
+            self.undoable.add(op.about)
+        else:
             self.asked.discard(key)
         self.writer[unit] = op
 
     def _shares_updater(self, op: Operation, unit: int) -> bool:
-        return op.kind is Kind.UPDATE and self.units[op.unit].updater == self.units[unit].updater
+        return self.units[op.unit].updater == self.units[unit].updater
 
     def on_keep(self, op: Operation) -> None:
         key = key_of(gradient_of(op))
@@ -199,10 +202,12 @@ class Facts(Observer):
             self.due[op.unit] += 1
             return
         self.require(key in self.asked, f"KEEP of an update with {key}, which nobody has asked for")
-        self.kept.add(op.about)
+        self.undoable.discard(op.about)
         self.asked.discard(key)
         if op.about.has_read:
             self.useless.add(key)
+        if op.about.has_written:
+            self.newest[op.unit] += 1
 
     def gradient_used(self, op: Operation) -> None:
         if self.is_final(op):
@@ -210,19 +215,13 @@ class Facts(Observer):
 
     def is_final(self, op: Operation) -> bool:
         """Whether nothing undoes an UPDATE."""
-        return not op.undoable or op.about in self.kept
+        return op.about not in self.undoable
 
     def weights_written(self, op: Operation) -> None:
-        self.newest[op.unit] = op.version
-
-    def on_undo(self, op: Operation) -> None:
-        self.require(op.unit not in self.writer, f"UNDO of unit {op.unit} before its update has ended")
-        self.require(op.about not in self.kept, f"UNDO of unit {op.unit}, whose update is final")
-        self.writer[op.unit] = op
+        if self.is_final(op):
+            self.newest[op.unit] = op.version
 
     def ended(self, op: Operation) -> None:
-        if op.kind is Kind.UNDO and op.about.has_written:
-            self.newest[op.unit] -= 1
         if op.kind is Kind.OFFLOAD:
             self.arrived[key_of(gradient_of(op))] += 1
         self._over(op)
@@ -233,13 +232,13 @@ class Facts(Observer):
         self._over(op)
 
     def refused(self, op: Operation) -> None:
-        if not op.undoable:
+        if self.is_final(op):
             self.due[op.unit] -= 1
             self.useless.add(key_of(gradient_of(op)))
         self._over(op)
 
     def _over(self, op: Operation) -> None:
-        if op.kind in (Kind.UPDATE, Kind.UNDO):
+        if op.kind is Kind.UPDATE:
             del self.writer[op.unit]
 
     def restored(self, lags: Sequence[int] = ()) -> None:
@@ -326,83 +325,93 @@ class Frames(Observer):
             self.require(current, f"a lease of unit {lease.unit} that has ended keeps its frames")
 
 
-class Homes(Observer):
-    """What reads weights in their home finds the version that it wants, and nothing writes there meanwhile."""
+Run = tuple[str, int, int]
+"""A run of a state: its tier, first page and pages."""
+
+
+class Versions(Observer):
+    """A run has one state of one unit. What reads it finds the version that it wants, and nothing changes it
+    meanwhile."""
 
     def start(self) -> None:
-        self.held = [[0, 0] for _ in self.units]
-        """By unit, the version of the weights in each extent."""
-        self.before: dict[Operation, int] = {}
-        """UPDATE -> the version that was in the extent that it writes."""
-        self.front = [0] * len(self.units)
-        """By unit, the extent that is read."""
-        self.fetches: dict[Operation, int] = {}
-        """FETCHes and the extents that they read."""
+        self.owners: dict[tuple[str, int], Run] = {}
+        """(tier, page) -> the run that has it."""
+        self.held: dict[Run, int] = {}
+        """Run -> the version in it."""
+        self.before: dict[Operation, list[int]] = {}
+        """UPDATE -> the versions in the runs that it writes, from before it."""
+        self.fetches: dict[Operation, Run | None] = {}
+        """FETCHes and the runs that they read, if these are known."""
         self.lent: Counter[int] = Counter()
         """Unit -> other ranks that read it, or wait for it."""
         self.sharing: dict[Operation, int] = {}
         """SHAREs and their units."""
+        self.wanted: dict[int, int] = {}
+        """Unit -> the version that a checkpoint has not read yet."""
+        self.in_place: Collection[int] = ()
+        self.under_way = False
+        self.saves: dict[Operation, list[Run]] = {}
+        """SAVEs and the runs that they read."""
+        self._begin_anew([0] * len(self.units), [0] * len(self.units))
+
+    def _begin_anew(self, newest: Sequence[int], read: Sequence[int]) -> None:
+        """By unit: the versions in the runs of its states, and in the run that accesses read."""
+        self.owners.clear()
+        self.held.clear()
+        self.newest: list[list[Run]] = []
+        self.read: list[Run | None] = []
+        for unit in range(len(self.units)):
+            weights = self.scheduler.weights(unit)
+            self.newest.append(self._runs(unit, weights.runs))
+            self.read.append(self._runs(unit, (weights.read,))[0] if weights.runs else None)
+            for run in self.newest[unit]:
+                self._take(run, newest[unit])
+            if self.read[unit] not in (None, *self.newest[unit]):
+                self._take(self.read[unit], read[unit])
+
+    def _runs(self, unit: int, runs: Sequence[PageRun]) -> list[Run]:
+        states = self.units[unit].states
+        return [(states[state % len(states)][0], run.start, run.count) for state, run in enumerate(runs)]
+
+    def _take(self, run: Run, version: int) -> None:
+        for page in range(run[1], run[1] + run[2]):
+            owner = self.owners.get((run[0], page))
+            self.require(owner is None, f"page {page} of {run[0]} is in the runs {owner} and {run}")
+            self.owners[run[0], page] = run
+        self.held[run] = version
+
+    def _weights(self, unit: int) -> int:
+        return self.held[self.read[unit]] if self.read[unit] else self.facts.newest[unit]
+
+    # --- compute and other ranks ---
 
     def on_fetch(self, op: Operation) -> None:
-        unit, held = op.unit, self.held[op.unit][self.front[op.unit]]
+        unit = op.unit
         incomplete = any(unit == shared for shared in self.sharing.values())
-        waits = op.gradient is not None or op.undoing is not None
-        if waits:
+        self.fetches[op] = None
+        if op.gradient is not None:
             self.require(self.plan.ranks_fetch_alike, f"FETCH of unit {unit} before its update has ended")
-        else:
-            self.require(held == op.version, f"FETCH of version {op.version} of unit {unit}, whose home has {held}")
-            self.require(not incomplete, f"FETCH of unit {unit}, of which other ranks have a part")
-            writer = self.facts.writer.get(unit)
-            apart = self.plan.asynchronous and writer is not None and writer.home != self.front[unit]
-            undone = writer is None or apart or (writer.kind is Kind.UPDATE and writer.about.has_written)
-            self.require(undone, f"FETCH of unit {unit}, which is being written")
-        self.fetches[op] = self.front[unit]
+            return
+        held = self._weights(unit)
+        self.require(held == op.version, f"FETCH of version {op.version} of unit {unit}, whose home has {held}")
+        self.require(not incomplete, f"FETCH of unit {unit}, of which other ranks have a part")
+        self.fetches[op] = self.read[unit]
 
-    def on_publish(self, op: Operation) -> None:
-        self.front[op.unit] = op.home
+    def on_adopt(self, op: Operation) -> None:
+        (run,) = self._runs(op.unit, (op.run,))
+        held = self.held.get(run)
+        right = held == op.version or self.scheduler.event == "replaced"
+        self.require(right, f"accesses read version {held} of unit {op.unit}, not {op.version}")
+        self.read[op.unit] = run
 
-    def on_keep(self, op: Operation) -> None:
-        if op.about is not None:
-            self.front[op.unit] = op.about.extent
+    def on_read(self, unit: int) -> None:
+        due = self.scheduler.weights(unit).version
+        held = self._weights(unit)
+        self.require(held == due, f"compute reads version {held} of unit {unit}, not {due}")
 
     def on_share(self, op: Operation) -> None:
         self.require(self.units[op.unit].shared, f"SHARE of unit {op.unit}, which this rank has alone")
         self.sharing[op] = op.unit
-
-    def on_update(self, op: Operation) -> None:
-        unit, require, asynchronous = op.unit, self.require, self.plan.asynchronous
-        same = op.home == self.front[unit]
-        require(asynchronous or same is not op.undoable, f"UPDATE of unit {unit} to extent {op.home}")
-        read = self.facts.reads[unit] and not self.units[unit].lease_frames and (same or not asynchronous)
-        require(not read, f"UPDATE of unit {unit}, which compute reads")
-        require(asynchronous or not self.lent[unit], f"UPDATE of unit {unit}, which another rank reads")
-        for fetch, extent in self.fetches.items():
-            over = fetch.unit == unit and fetch.version < op.version and (extent == op.home or not asynchronous)
-            require(not over, f"UPDATE of unit {unit}, whose version {fetch.version} is being fetched")
-        others = [each for each, shared in self.sharing.items() if shared == unit and each.about is not op.about]
-        require(not others, f"UPDATE of unit {unit}, of which other ranks have yet to send the one before")
-        self.before[op] = self.held[unit][op.home]
-        self.held[unit][op.home] = TORN
-
-    def weights_written(self, op: Operation) -> None:
-        self.held[op.unit][op.home] = op.version
-        del self.before[op]
-        if not self.plan.asynchronous and not op.undoable:
-            self.front[op.unit] = op.home
-
-    def on_undo(self, op: Operation) -> None:
-        reads = self.facts.reads[op.unit] and not self.units[op.unit].lease_frames
-        fetched = any(fetch.unit == op.unit and not fetch.undoing for fetch in self.fetches)
-        self.require(not reads and not fetched, f"UNDO of unit {op.unit}, which somebody reads")
-
-    def refused(self, op: Operation) -> None:
-        self.held[op.unit][op.home] = self.before.pop(op)
-
-    def ended(self, op: Operation) -> None:
-        self.fetches.pop(op, None)
-        self.sharing.pop(op, None)
-
-    failed = ended
 
     def others_read(self, unit: int) -> None:
         self.lent[unit] += 1
@@ -410,12 +419,139 @@ class Homes(Observer):
     def others_have_read(self, unit: int) -> None:
         self.lent[unit] -= 1
 
-    def restored(self, lags: Sequence[int] = ()) -> None:
+    # --- updates ---
+
+    def on_update(self, op: Operation) -> None:
+        unit, require, asynchronous = op.unit, self.require, self.plan.asynchronous
+        runs = self._runs(unit, op.runs)
+        require(not (op.about.speculative and self.under_way), "an UPDATE takes room that a checkpoint needs")
+        require(asynchronous or not self.lent[unit], f"UPDATE of unit {unit}, which another rank reads")
+        for fetch in self.fetches:
+            over = fetch.unit == unit and fetch.version < op.version and not asynchronous
+            require(not over, f"UPDATE of unit {unit}, whose version {fetch.version} is being fetched")
+        others = [each for each, shared in self.sharing.items() if shared == unit and each.about is not op.about]
+        require(not others, f"UPDATE of unit {unit}, of which other ranks have yet to send the one before")
+        read = self.facts.reads[unit] and not self.units[unit].lease_frames
+        self.before[op] = []
+        for state, (run, newest) in enumerate(zip(runs, self.newest[unit], strict=True)):
+            if run != newest or not run[2]:
+                if run[2]:
+                    self._take(run, TORN)
+                self.before[op].append(TORN)
+                continue
+            require(not op.about.speculative, f"UPDATE of unit {unit} in place, which may be undone")
+            seen = run == self.read[unit] and (asynchronous or read)
+            require(not seen, f"UPDATE of unit {unit}, which compute reads")
+            require(self.wanted.get(unit) != op.version - 1, f"UPDATE of unit {unit}, which a checkpoint needs")
+            self.before[op].append(self.held[run])
+            self.held[run] = TORN
+        both = any(run != newest for run, newest in zip(runs, self.newest[unit], strict=True)) and not asynchronous
+        room = unit not in self.in_place or self.wanted.get(unit) != op.version - 1 or not both
+        require(room, f"UPDATE of unit {unit}, of which SSD has no room for another version")
+
+    def weights_written(self, op: Operation) -> None:
+        runs = self._runs(op.unit, op.runs)
+        if runs and runs[0][2]:
+            self.held[runs[0]] = op.version
+        if self.facts.is_final(op):
+            self.newest[op.unit] = runs
+
+    def on_keep(self, op: Operation) -> None:
+        if op.about is not None and op.about.has_written:
+            self.newest[op.unit] = self._runs(op.unit, op.about.runs)
+
+    def on_free(self, op: Operation) -> None:
+        unit, state = op.unit, op.home
+        run = (self.units[unit].states[state][0], op.run.start, op.run.count)
+        needed = run in self.newest[unit] or run == self.read[unit] or run in self.fetches.values()
+        writing = any(run in self._runs(unit, each.runs) for each in self.before if each.unit == unit)
+        saving = any(run in runs for runs in self.saves.values())
+        awaited = self.held[run] == self.wanted.get(unit) and self.held[run] != TORN and run in self.kept(unit)
+        self.require(not (needed or writing or saving or awaited), f"the run {run} of unit {unit} is free too early")
+        del self.held[run]
+        for page in range(run[1], run[1] + run[2]):
+            del self.owners[run[0], page]
+
+    def kept(self, unit: int) -> list[Run]:
+        """The runs of the version that a checkpoint has not read yet."""
+        saving = self.scheduler.checkpoint._units[unit].runs
+        return [] if saving is None else self._runs(unit, saving)
+
+    def refused(self, op: Operation) -> None:
+        for run, held in zip(self._runs(op.unit, op.runs), self.before.pop(op), strict=True):
+            if held != TORN:
+                self.held[run] = held
+
+    def ended(self, op: Operation) -> None:
+        self.fetches.pop(op, None)
+        self.sharing.pop(op, None)
+        if op.kind is Kind.UPDATE:
+            del self.before[op]
+            for run in self._runs(op.unit, op.runs):
+                if run[2]:
+                    self.held[run] = op.version
+        elif op.kind is Kind.SAVE:
+            del self.wanted[op.unit], self.saves[op]
+
+    def failed(self, op: Operation) -> None:
+        self.fetches.pop(op, None)
+        self.sharing.pop(op, None)
+        self.before.pop(op, None)
+        if op.kind is Kind.SAVE:
+            del self.wanted[op.unit], self.saves[op]
+
+    # --- checkpoints ---
+
+    def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
+        self.require(not self.wanted, "a checkpoint begins before the one before is read")
+        self.wanted = dict(enumerate(self.facts.due))
+        self.in_place, self.under_way = in_place, True
+
+    def end_checkpoint(self) -> None:
+        self.under_way = False
+
+    def on_save(self, op: Operation) -> None:
+        unit, wanted = op.unit, self.wanted.get(op.unit)
+        self.require(op.version == wanted, f"SAVE of version {op.version} of unit {unit}, not {wanted}")
+        runs = self._runs(unit, op.runs)
+        for run in runs[: len(self.units[unit].states)]:
+            held = self.held[run] if run[2] else wanted
+            self.require(held == wanted, f"SAVE of unit {unit} reads version {held}, not {wanted}")
+        self.saves[op] = [run for run in runs if run[2]]
+
+    def after_refused(self, op: Operation) -> None:
+        if self.facts.is_final(op) and self.wanted.get(op.unit, 0) > self.facts.newest[op.unit]:
+            self.wanted[op.unit] -= 1
+
+    # --- other homes and values ---
+
+    def after_moved(self, *_: Any) -> None:
+        self.plan, self.units = self.scheduler.plan, self.scheduler.plan.units
+        self._begin_anew(self.facts.newest, self.facts.newest)
+
+    def replaced(self, lags: Sequence[int] = ()) -> None:
         self.require(not self.fetches, "states are replaced while weights are fetched")
-        for unit, held in enumerate(self.held):
-            held[:] = [lags[unit] if lags else 0] * 2
-            held[1 - self.scheduler.weights(unit).extent] = 0  # where late weights were written
+        self.wanted, self.under_way = {}, False
+        self.saves.clear()
+
+    def after_replaced(self, *_: Any) -> None:
         self.before.clear()
+        self._begin_anew([TORN] * len(self.units), [TORN] * len(self.units))
+
+    def restored(self, lags: Sequence[int] = ()) -> None:
+        newest = [*lags] or [0] * len(self.units)
+        self._begin_anew(newest, [0] * len(self.units))
+
+    def after_restored(self, *_: Any) -> None:
+        self.require(not self.scheduler.checkpoint.left, "the checkpoint outlives a restore")
+
+    def at_end(self) -> None:
+        for tier, pool in self.scheduler.versions.pools.items():
+            used = sum(each == tier for each, _ in self.owners)
+            self.require(pool.in_use == used, f"{pool.in_use} pages of {tier} hold states, not {used}")
+            alone = {run for runs in self.newest for run in runs} | {*self.read}
+            left = [run for run in self.held if run not in alone]
+            self.require(not left, f"nothing needs the runs {left}")
 
 
 class Buffers(Observer):
@@ -527,89 +663,6 @@ class Buffers(Observer):
         self.require(free == {self.plan.gradient_homes}, "a gradient that nobody needs has a home")
 
 
-class Checkpoint(Observer):
-    """A checkpoint reads the states of the step after which it began: in their home, where nothing changes them, or in
-    the reserve, each page of which has one unit's."""
-
-    def start(self) -> None:
-        self.wanted: dict[int, int] = {}
-        """Unit -> the version that is to be read."""
-        self.in_place: Collection[int] = ()
-        self.under_way = False
-        self.reading: dict[Operation, int] = {}
-        """SAVEs and their units."""
-        self.reserve: dict[int, int] = {}
-        """Page of the reserve -> unit."""
-        self.copied: set[int] = set()
-        """Units whose old states the reserve has."""
-
-    def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
-        self.require(not self.wanted, "a checkpoint begins before the one before is read")
-        self.wanted = dict(enumerate(self.facts.due))
-        self.in_place, self.under_way = in_place, True
-
-    def end_checkpoint(self) -> None:
-        self.under_way = False
-
-    def on_save(self, op: Operation) -> None:
-        unit, wanted = op.unit, self.wanted.get(op.unit)
-        self.require(op.version == wanted, f"SAVE of version {op.version} of unit {unit}, not {wanted}")
-        if op.run is not None:
-            self.require(unit in self.copied, f"SAVE of unit {unit} before its old states are kept")
-        else:
-            whole = unit not in self.facts.writer and self.facts.newest[unit] == wanted
-            self.require(whole, f"SAVE of unit {unit}, which has version {self.facts.newest[unit]} or is being written")
-        self.reading[op] = unit
-
-    def on_update(self, op: Operation) -> None:
-        unit, require, before = op.unit, self.require, op.version - 1
-        read_at_home = any(save.unit == unit and save.run is None for save in self.reading)
-        require(not read_at_home, f"UPDATE of unit {unit}, which a checkpoint reads")
-        require(not (op.undoable and self.under_way), "an UPDATE takes room that a checkpoint needs")
-        if op.run is None:
-            lost = self.wanted.get(unit) == before and unit not in self.copied
-            require(not lost, f"UPDATE of unit {unit}, which a checkpoint needs")
-            return
-        require(self.wanted.get(unit) == before, f"states of unit {unit} are kept that no checkpoint needs")
-        require(unit not in self.in_place, f"the states of unit {unit} cannot be kept")
-        require(op.run.count == self.units[unit].old_state_pages, f"kept states of unit {unit} fill other pages")
-        for page in span(op.run):
-            require(page not in self.reserve, f"page {page} of the reserve is unit {self.reserve.get(page)}'s")
-            self.reserve[page] = unit
-
-    def old_states_kept(self, op: Operation) -> None:
-        self.copied.add(op.unit)
-
-    def refused(self, op: Operation) -> None:
-        unit = op.unit
-        if not op.undoable and self.wanted.get(unit, 0) > self.facts.newest[unit]:
-            self.wanted[unit] -= 1
-        if op.run is not None and unit not in self.copied:
-            self._give_back(unit)
-
-    def ended(self, op: Operation) -> None:
-        if op.kind is Kind.SAVE:
-            del self.wanted[op.unit], self.reading[op]
-            self._give_back(op.unit)
-
-    failed = ended
-
-    def _give_back(self, unit: int) -> None:
-        self.copied.discard(unit)
-        self.reserve = {page: of for page, of in self.reserve.items() if of != unit}
-
-    def restored(self, *_: Any) -> None:
-        self.wanted, self.reserve, self.under_way = {}, {}, False
-        self.copied.clear()
-
-    def after_restored(self, *_: Any) -> None:
-        self.require(not self.scheduler.checkpoint.left, "the checkpoint outlives a restore")
-
-    def at_end(self) -> None:
-        reserve = self.scheduler.checkpoint.reserve
-        self.require(reserve is None or not reserve.in_use, "the reserve holds states that nobody needs")
-
-
 class ReadAhead(Observer):
     """States are read ahead only where an update will find them unchanged."""
 
@@ -691,7 +744,7 @@ class Agreement(Observer):
 
     ALONE: ClassVar = frozenset(
         (
-            *("issued", "ended", "failed", "refused", "old_states_kept", "gradient_used", "weights_written"),
+            *("issued", "ended", "failed", "refused", "gradient_used", "weights_written"),
             *("reduce", "others_read", "others_have_read"),
         )
     )
@@ -713,7 +766,7 @@ class Agreement(Observer):
         self.require(fetches[place] == fetch, f"one rank fetches {fetches[place]}, another {fetch}")
 
 
-OBSERVERS: tuple[type[Observer], ...] = (Frames, Homes, Buffers, Checkpoint, ReadAhead, Expectations, Agreement)
+OBSERVERS: tuple[type[Observer], ...] = (Frames, Versions, Buffers, ReadAhead, Expectations, Agreement)
 
 
 def span(run: PageRun | None) -> range:
