@@ -420,9 +420,8 @@ def test_the_pages_that_other_runs_keep_take_no_spare_slot_of_a_run(ssd: Path, c
 def test_a_run_that_other_runs_leave_no_spare_slots_is_refused_saying_so(ssd: Path, checkpoint: Path) -> None:
     kept([ssd], checkpoint, spare=4)
     with Tier({ssd: 8 * PAGE}, 4, PAGE, 4) as tier:  # it may be the one that is resumed
-        tier.store(tier.alloc(4), 0, pattern(4, 2))
-        with (
-            closing(tier.freeze_all(awaited=False)),
-            pytest.raises(BudgetError, match=r"checkpoints there keep 16\.00"),
-        ):
+        tier.rearrange(4, 4, {}, numbers=8)
+        tier.store(RUN, 0, pattern(4, 2))
+        tier.share(RUN, PageRun(4, 4))
+        with pytest.raises(BudgetError, match=r"checkpoints there keep 16\.00"):
             tier.store(RUN, 0, pattern(4, 3))

@@ -20,8 +20,8 @@ from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD
-from pagoda.plan.placement import UNDO
-from pagoda.runtime.speculation import Guess
+from pagoda.plan.placement import VERSIONS
+from pagoda.plan.tiers import HOST
 from pagoda.schedule import updates
 
 from .loops import inputs, layers, learn
@@ -122,11 +122,11 @@ def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int,
     copied = sum(plan.layout.pages(plan.units[unit], GRAD) for unit in speculated) * PAGE
     if placement in (ALL_IN_RAM, PASSING):
         states = sum(plan.layout.pages(unit, state.name) for unit in plan.units for state in plan.layout.states) * PAGE
-        assert plan.bytes["host"][UNDO] == states
+        assert plan.bytes["host"][VERSIONS] == states
         assert speculated == {unit.index for unit in plan.units}
         return
-    assert plan.bytes["ssd"][UNDO] > 0
-    assert plan.bytes["host"].get(UNDO, 0) == (copied if placement == HOST_WEIGHTS else 0)
+    assert plan.placement.speculated_on_ssd(plan.layout) > 0
+    assert (plan.bytes["host"].get(VERSIONS, 0) >= copied) is (placement == HOST_WEIGHTS)
 
 
 def test_states_in_ram_are_speculated_on_by_default_where_a_device_computes(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_states_in_ram_are_speculated_on_by_default_where_a_device_computes(tmp_
     memory = replace(memory_of(ARENA_ALL_IN_RAM, tmp_path), host="64MiB")
     outcome = train(training, memory)
     outcome.assert_same_bits(reference(training.pattern))
-    assert outcome.plan.bytes["host"][UNDO]
+    assert outcome.plan.bytes["host"][VERSIONS]
     assert training.counts[-1][0]
 
 
@@ -172,7 +172,7 @@ def test_what_an_update_does_not_change_is_in_the_new_states_too(rule: Any, plac
         )
 
     outcome = trained(memory_of(placement, tmp_path), True)
-    assert outcome.plan.bytes["host"][UNDO]
+    assert outcome.plan.bytes["host"][VERSIONS]
     outcome.assert_same_bits(trained(RESIDENT, False))
 
 
@@ -181,39 +181,22 @@ def let_them_end(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
     optimizer._engine.accesses.wait_until_idle()
 
 
-def test_a_checkpoint_copies_the_newest_of_two_extents() -> None:
-    """It does so where an update would overtake it."""
-    model, optimizer = speculating(IN_RAM)
-    store = optimizer._engine.store
-    for pattern in ".", ".":
-        Training(pattern, between=let_them_end, at=None)(model, optimizer, Outcome())
-        optimizer.synchronize()
-        for unit in store.plan.units:
-            for state in store.plan.layout.states:
-                newest = store.read(unit.index, state.name, 0, 8)
-                copied = torch.empty_like(newest)
-                store.copy_out(unit.index, state.name, 0, 8, memoryview(copied.view(torch.uint8).numpy()))
-                assert torch.equal(copied, newest)
-    optimizer.close()
-
-
-def test_confirming_an_update_exchanges_the_extents_and_the_old_one_is_poisoned() -> None:
+def test_confirming_an_update_exchanges_the_runs_and_the_old_ones_are_poisoned() -> None:
     """No state is copied: the new values are where the update has written them, in the pages of the line."""
     model, optimizer = speculating(IN_RAM)
     store = optimizer._engine.store
-
-    def filled_with_nan() -> list[list[bool]]:
-        optimizer.synchronize()
-        return [
-            [bool((store.tensor(unit.index, extent).view(torch.uint8)[:64] == 0xFF).all()) for extent in extents]
-            for unit in store.plan.units
-            for state in store.plan.layout.states
-            for extents in [[store.extent(unit.index, state.name, number) for number in (0, 1)]]
-        ]
-
-    for sign, old in (".", 0), (".", 1), ("x", 1), (".", 0):
+    region = store._regions[HOST]
+    keys = [(unit.index, state.name) for unit in store.plan.units for state in store.plan.layout.states]
+    before = [store.home(*key) for key in keys]
+    for sign, moves in (".", True), (".", True), ("x", False), (".", True):
         Training(sign, between=let_them_end, at=None)(model, optimizer, Outcome())
-        assert all(poisoned[old] and not poisoned[1 - old] for poisoned in filled_with_nan()), (sign, old)
+        optimizer.synchronize()
+        homes = [store.home(*key) for key in keys]
+        assert all((old != new) is moves for old, new in zip(before, homes, strict=True)), sign
+        free = {*range(region.count)} - {page for home in homes for page in range(home.start, home.stop)}
+        assert len(free) * PAGE >= store.plan.bytes[HOST][VERSIONS]
+        assert {bytes(region.part(PageRun(page, 1)).view()) for page in free} == {b"\xff" * PAGE}, sign
+        before = homes
     optimizer.close()
 
 
@@ -354,13 +337,12 @@ def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, w
 
 def test_an_update_that_failed_before_the_step_is_done_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every speculated update some block's state cannot be written; those that `step()` queues can be."""
-    store, begin = SSDTier.store, Guess.begin
+    store, share = SSDTier.store, SSDTier.share
     doomed: set[int] = set()
 
-    def begin_doomed(undo: Guess) -> None:
-        runs = (undo._store.run(undo._unit, state) for state in ("exp_avg", "exp_avg_sq"))
-        doomed.update(run.start for run in runs if run is not None)
-        begin(undo)
+    def share_doomed(tier: SSDTier, run: PageRun, into: PageRun) -> None:
+        doomed.add(into.start)
+        share(tier, run, into)
 
     def let_them_fail(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
         optimizer._engine.accesses.wait_until_idle()
@@ -371,7 +353,7 @@ def test_an_update_that_failed_before_the_step_is_done_anew(tmp_path: Path, monk
             raise StorageError("the disk failed")
         store(tier, run, offset_bytes, data)
 
-    monkeypatch.setattr(Guess, "begin", begin_doomed)
+    monkeypatch.setattr(SSDTier, "share", share_doomed)
     monkeypatch.setattr(SSDTier, "store", broken)
     training = Training("...", between=let_them_fail, at=None)
     train(training, memory_of(HOST_WEIGHTS, tmp_path)).assert_same_bits(reference(training.pattern))
