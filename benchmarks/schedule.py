@@ -14,7 +14,7 @@ from statistics import quantiles
 import tyro
 
 from pagoda.plan.trace import STEP, Access, Phase, Trace
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.operations import NOT_REPORTED, QUESTIONS, Kind, Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 
 STEPS = 4
@@ -27,7 +27,10 @@ class Clock:
 
     def __init__(self, units: int, speculative: bool) -> None:
         sizes = [LARGEST, *(1 + index % 3 for index in range(1, units))]
-        plans = [UnitPlan(lease_frames=size, buffer_pages=size, speculated=speculative) for size in sizes]
+        plans = [
+            UnitPlan(lease_frames=size, buffer_pages=size, states=(("host", size),), speculated=speculative)
+            for size in sizes
+        ]
         forward = [Access(unit, Phase.FORWARD) for unit in range(units)]
         backward = [Access(unit, Phase.BACKWARD) for unit in reversed(range(units))]
         self.accesses = forward + backward
@@ -37,7 +40,7 @@ class Clock:
                 Trace((*forward, *backward, STEP)),
                 frame_pool=max(2 * LARGEST, sum(sizes) // 2),
                 buffer_pool=max(2 * LARGEST, sum(sizes) // 10),
-                reserve_pages=units,
+                spares={"host": tuple(sizes) if speculative else ()},
             )
         )
         self.seconds: list[float] = []
@@ -48,7 +51,7 @@ class Clock:
         getattr(self.scheduler, name)(*arguments, **settings)
         new = self.scheduler.take()
         self.seconds.append(time.thread_time() - start)
-        self.under_way.extend((op, 0) for op in new if op.kind is not Kind.PUBLISH)  # it is not reported
+        self.under_way.extend((op, 0) for op in new if op.kind not in NOT_REPORTED)
 
     def until(self, ready: str, *arguments: object) -> None:
         while True:
@@ -59,7 +62,7 @@ class Clock:
 
     def end_one(self) -> None:
         op, stage = self.under_way.popleft()
-        if op.kind is Kind.RECLAIM:
+        if op.kind in QUESTIONS:
             self.event("reclaimed", op, True)
         elif op.kind is Kind.UPDATE and stage < 2:
             self.under_way.appendleft((op, stage + 1))

@@ -52,7 +52,7 @@ def words(text: str) -> str:
 def beyond_memory(model: str) -> tuple[str, str]:
     """The state of a model that trains on SSD, and the memory of its process."""
     of = next(one for one in results("beyond_memory") if one["model"] == model)
-    state = sum(size for name, size in of["plan_bytes"]["ssd"].items() if name != "spare")
+    state = sum(size for name, size in of["plan_bytes"]["ssd"].items() if name != "versions")
     return f"{state / 2**30:.1f} GiB", format_bytes(of["peak_rss"])
 
 

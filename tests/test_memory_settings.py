@@ -73,13 +73,13 @@ def test_spare_pages_for_checkpoints_are_planned_where_they_fit_and_refused_wher
 
     _, plan = trained(memory(GIB))
     lines = plan.bytes["ssd"]
-    state = sum(nbytes for line, nbytes in lines.items() if line not in ("grad", "spare"))
-    assert lines["spare"] == state  # one checkpoint
+    state = sum(nbytes for line, nbytes in lines.items() if line not in ("grad", "versions"))
+    assert lines["versions"] == state  # one checkpoint
     least = sum(lines.values())
-    assert trained(memory(least))[1].bytes["ssd"]["spare"] == state
-    assert "spare" not in trained(memory(least - 1))[1].bytes["ssd"]
-    assert trained(memory(GIB, kept=3))[1].bytes["ssd"]["spare"] == 3 * state
-    assert "spare" not in trained(memory(GIB, kept=0))[1].bytes["ssd"]
+    assert trained(memory(least))[1].bytes["ssd"]["versions"] == state
+    assert "versions" not in trained(memory(least - 1))[1].bytes["ssd"]
+    assert trained(memory(GIB, kept=3))[1].bytes["ssd"]["versions"] == 3 * state
+    assert "versions" not in trained(memory(GIB, kept=0))[1].bytes["ssd"]
     with pytest.raises(BudgetError, match=r"ssd needs at least .* lower memory.ssd_checkpoints") as caught:
         trained(memory(least, kept=2))
     trained(memory(caught.value.needed_bytes, kept=2))

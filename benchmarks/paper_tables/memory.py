@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pagoda.config.memory import Split
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.options import Options
-from pagoda.plan.placement import BOUNCE, CHECKPOINT, Budgets
+from pagoda.plan.placement import BOUNCE, CHECKPOINT, VERSIONS, Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from paper_tables.common import ROOM, STATES, UNIT_BYTES, gigabytes, tree
@@ -23,7 +23,7 @@ def pagoda_bytes(name: str, ranks: int, stage: int) -> int:
     shared = Ranks(ranks, min(16, ranks), stage)  # type: ignore[arg-type]
     options = Options(unit_limit=UNIT_BYTES, split=Split())
     plan = make_plan(tree(shape), STATES, Budgets(ROOM, ROOM), options, shared)
-    return sum(nbytes for line, nbytes in plan.bytes["host"].items() if line not in (BOUNCE, CHECKPOINT))
+    return sum(nbytes for line, nbytes in plan.bytes["host"].items() if line not in (BOUNCE, CHECKPOINT, VERSIONS))
 
 
 def memory_table() -> Iterator[str]:

@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pagoda
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.tensors import TensorWriter
 from pagoda.runtime import capture
-from pagoda.runtime.capture import Capture
+from pagoda.runtime.updates import RunningUpdate, UpdateStream
 
 from .test_resume import HALF, LLAMA, PLACES, Run, assert_resumes, assert_same, on_ssd
 
@@ -35,16 +34,17 @@ def slow_disk(monkeypatch: Patch) -> None:
     monkeypatch.setattr(TensorWriter, "write", slowly)
 
 
-def counted(monkeypatch: Patch, name: str) -> list[int]:
-    """Grows by one entry at every call of a method of Capture."""
+def moves(monkeypatch: Patch) -> list[int]:
+    """Grows by one entry at every update that leaves the old states where they are."""
     calls: list[int] = []
-    method: Callable[..., object] = getattr(Capture, name)
+    submit = UpdateStream.submit
 
-    def seen(self: Capture, *args: object) -> object:
-        calls.append(1)
-        return method(self, *args)
+    def seen(self: UpdateStream, update: RunningUpdate) -> None:
+        if update.extents.moved:
+            calls.append(1)
+        submit(self, update)
 
-    monkeypatch.setattr(Capture, name, seen)
+    monkeypatch.setattr(UpdateStream, "submit", seen)
     return calls
 
 
@@ -63,7 +63,7 @@ def let_updates_overtake(monkeypatch: Patch, kept: list[int]) -> None:
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("place", ["resident", "on_ssd"])
 def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Path, monkeypatch: Patch) -> None:
-    kept = counted(monkeypatch, "keep")
+    kept = moves(monkeypatch)
     if place == "resident":
         let_updates_overtake(monkeypatch, kept)
     run = Run(LLAMA, PLACES[place](LLAMA, tmp_path)).train(0, HALF)
@@ -77,8 +77,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("slow_disk")
-def test_an_update_waits_for_the_writer_where_no_room_for_copies_is_left(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("pagoda.plan.place.COPIED_SHARE", 1 << 40)
+def test_an_update_waits_for_the_writer_where_no_room_for_another_version_is_left(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("pagoda.plan.place.MOVED_SHARE", 1 << 40)
     run = Run(LLAMA, pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=4096)).train(0, HALF)
     run.save(tmp_path / "step", wait=False)
     run.goes_on()

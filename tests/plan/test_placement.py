@@ -10,7 +10,7 @@ from pagoda.errors import BudgetError
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
 from pagoda.plan.place import place
-from pagoda.plan.placement import CHECKPOINT, FETCH_RING, LEASES, RING, SPARE, STAGING, UNDO, Budgets, Placement
+from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, VERSIONS, Budgets, Placement
 from pagoda.plan.planner import make_plan
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import ModuleSpec, ParamSpec
@@ -166,7 +166,10 @@ def test_second_versions_of_states_take_what_is_left_and_move_none(case: tuple[L
     for held in (layout.units[index] for index in undoing.speculated):
         for state in layout.states:
             kept[undoing.home(held.index, state.name)] += layout.pages(held, state.name)
-    assert {tier: undoing.pages(tier, UNDO) for tier in kept} == kept
+    assert kept[HOST] <= undoing.pages(HOST, VERSIONS)
+    assert kept[SSD] == undoing.speculated_on_ssd(layout) <= undoing.pages(SSD, VERSIONS)
+    for tier in (HOST, SSD):
+        assert undoing.pages(tier, VERSIONS) <= kept[tier] + plain.pages(tier, VERSIONS)
     everything = sum(layout.pages(unit, state.name) for unit in layout.units for state in layout.states)
     if budgets.host // layout.page_bytes > 3 * everything:
         mostly_trained = {unit.index for unit in layout.units if 2 * unit.trainable_numel >= unit.numel}
@@ -181,8 +184,8 @@ def test_frozen_weights_on_ssd_need_no_spare_pages() -> None:
     trained = layout.units[0]
     changing = sum(layout.pages(trained, s.name) for s in layout.states if placement.home(0, s.name) == SSD)
     frozen = layout.frozen_pages(trained, WEIGHT) * (placement.home(0, WEIGHT) == SSD)
-    assert placement.pages(SSD, SPARE) == changing - frozen > 0
-    assert placement.changing_on_ssd(layout) == placement.pages(SSD, SPARE)
+    assert placement.pages(SSD, VERSIONS) == changing - frozen > 0
+    assert placement.changing_on_ssd(layout) == placement.pages(SSD, VERSIONS)
 
 
 def test_activations_that_leave_a_device_get_ram_before_copies_for_a_checkpoint() -> None:
@@ -191,7 +194,7 @@ def test_activations_that_leave_a_device_get_ram_before_copies_for_a_checkpoint(
     lines = {}
     for activations in ("keep", "offload"):
         options = Options(activations=activations)
-        lines[activations] = place(layout, Budgets(LARGE, device=LARGE, ssd=LARGE), options).pages(HOST, CHECKPOINT)
+        lines[activations] = place(layout, Budgets(LARGE, device=LARGE, ssd=LARGE), options).pages(HOST, VERSIONS)
     assert lines["offload"] == layout.piece_pages < lines["keep"]
 
 

@@ -14,7 +14,7 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim import SGD, AdamW
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import LEASES, SPARE, Budgets
+from pagoda.plan.placement import LEASES, VERSIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.tiers import DEVICE, HOST, SSD
@@ -219,10 +219,11 @@ SENTENCES: dict[str, Check] = {
     r"SSD holds (.*) of \d+ units\. RAM goes to (.*?); of each, to units in the order of forward.*": on_ssd,
     r"(.*) (?:fits in host RAM|holds? every state)(; SSD keeps room for gradients .*)?\.": everywhere,
     r"SSD has room for the pages of (\d+) checkpoints? .*": lambda plan, said: (
-        plan.bytes[SSD][SPARE] == int(said[1]) * plan.placement.changing_on_ssd(plan.layout) * plan.page_bytes
+        plan.placement.pages(SSD, VERSIONS) - plan.placement.speculated_on_ssd(plan.layout)
+        == int(said[1]) * plan.placement.changing_on_ssd(plan.layout)
     ),
-    r"SSD sets no room aside .*": lambda plan, _: plan.options.keep_checkpoints == 0 and SPARE not in plan.bytes[SSD],
-    r"The (.*) of SSD that the run may use have no room .*": lambda plan, _: SPARE not in plan.bytes[SSD],
+    r"SSD sets no room aside .*": lambda plan, _: plan.options.keep_checkpoints == 0 and no_spare(plan),
+    r"The (.*) of SSD that the run may use have no room .*": lambda plan, _: no_spare(plan),
     r"State takes ([\d.]+) bytes a (?:trained )?parameter: .*\.": lambda plan, said: (
         said[1] == f"{sum(plan.layout.bytes_per_parameter.values()):.2f}"
     ),
@@ -235,6 +236,11 @@ SENTENCES: dict[str, Check] = {
     r"(?:\d+ ranks divide|each of) .*\.": on_ranks,
 }
 """The form of a sentence -> what makes it true."""
+
+
+def no_spare(plan: Plan) -> bool:
+    """Whether SSD has no room beside states but for speculative updates."""
+    return plan.placement.pages(SSD, VERSIONS) == plan.placement.speculated_on_ssd(plan.layout)
 
 
 def check(plan: Plan) -> None:

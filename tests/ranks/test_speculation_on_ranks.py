@@ -80,7 +80,7 @@ def test_no_guess_changes_a_bit_on_ranks(
     results = ranks.run("train", count, tmp_path, recipe=recipe, factors=factors(pattern), guesses=True, **placed)
     assert_as_alone(results, alone(once, count, recipe, pattern))
     for result in results:
-        assert ("undo" in result["lines"].get("ssd", {})) == ("ssd" in placed.get("kind", ""))
+        assert ("versions" in result["lines"].get("ssd", {})) == ("ssd" in placed.get("kind", ""))
         assert_guessed(result, pattern)
 
 

@@ -23,7 +23,7 @@ from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.options import Options, Split
-from pagoda.plan.placement import UNDO, Budgets
+from pagoda.plan.placement import VERSIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.tiers import HOST, LANES, SSD
@@ -411,7 +411,9 @@ def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for
 
     plan, clipped = planned(device, clipping=True)
     assert plan.placement.speculated == {unit.index for unit in plan.units}
-    assert plan.placement.pages(HOST, UNDO) == sum(plan.placement.pages(HOST, state.name) for state in STATES["bf16"])
+    assert plan.placement.pages(HOST, VERSIONS) == sum(
+        plan.placement.pages(HOST, state.name) for state in STATES["bf16"]
+    )
     assert clipped < 1.05 * planned(device)[1]
     assert planned(device, clipping=True, speculate=False)[1] > 1.1 * clipped
     assert not planned(None, clipping=True)[0].placement.speculated

@@ -82,13 +82,13 @@ def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: Tr
     config = replace(config, save_steps=0, memory=memory, max_steps=1, verbose=True)
     result, shown = trained(config)
     assert result is not None
-    needed = sum(pages for line, pages in result.plan.bytes["ssd"].items() if line not in ("spare", "undo"))
-    assert result.plan.bytes["ssd"]["spare"] > 0
+    needed = sum(pages for line, pages in result.plan.bytes["ssd"].items() if line != "versions")
+    assert result.plan.bytes["ssd"]["versions"] > 0
     assert "for the pages of 1 checkpoint" in shown
     tight = replace(memory, ssd=f"{tmp_path / 'ssd'}:{needed + (64 << 10)}")
     result, shown = trained(replace(config, memory=tight, output_dir=config.output_dir.with_name("tight")))
     assert result is not None
-    assert "spare" not in result.plan.bytes["ssd"]
+    assert result.plan.placement.pages("ssd", "versions") == result.plan.placement.speculated_on_ssd(result.plan.layout)
     assert f"The {format_bytes(needed + (64 << 10))} of SSD that the run may use have no room" in shown
     with pytest.raises(ConfigError, match="save_minutes is -1"):
         replace(config, save_minutes=-1.0)

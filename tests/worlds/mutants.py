@@ -10,7 +10,7 @@ from types import ModuleType
 from pagoda import engine
 from pagoda.autograd import accesses, stepper
 from pagoda.ranks import collective, gathering, order, reducing
-from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, speculation, store, updaters, updates
+from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, store, updaters, updates
 from pagoda.schedule import stream
 
 from . import mutants_of_schedule
@@ -56,12 +56,12 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     executor: {
         "who reads weights in place does not see a guess that stands": (
-            "        if self._leases.in_place(gradient.unit):\n            self._leases.lease_home(gradient.unit)\n",
-            "",
+            "        if self._leases.in_place(unit):\n            self._leases.lease_home(unit)\n",
+            "        del unit\n",
         ),
         "the parts of a gradient's update that others make are not waited for": (
-            "after = [] if operation.gradient is None else [operation.gradient.payload.shown]",
-            "after = []",
+            "after, source = (gradient.shown,), ",
+            "source = ",
         ),
         "compute does not try again what a drive has failed to do": (
             "            self.updates.retry()\n",
@@ -182,8 +182,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "handles[-1].then(partial",
         ),
         "gradients are free before they are read": (
-            "            self._begin(update)\n        else",
-            "            update.used()\n            self._begin(update)\n        else",
+            "        self._store.begin_version(unit, *update.extents)\n",
+            "        update.used()\n        self._store.begin_version(unit, *update.extents)\n",
         ),
     },
     stream: {
@@ -271,37 +271,27 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     store: {
-        "late weights are loaded over the newest": (
-            "numbers = (newest,) if state == WEIGHT_BACK else (newest, 1 - newest)",
-            "numbers = (newest, 1 - newest)",
+        "what nobody needs is not poisoned, and stays on SSD": (
+            "        elif self.ssd is not None:\n            self.ssd.drop(run)",
+            "        else:\n            pass",
         ),
         "what lies around on a page is not read": (
             "                if frozen or elements.nbytes != window.nbytes:\n",
             "                if False:\n",
         ),
     },
-    speculation: {
-        "the old states go while the update reads them": (
-            "if self._confirmed and self._ended:",
-            "if self._confirmed or self._ended:",
-        ),
-    },
     capture: {
         "pages are not kept when they are read": (
-            "        if kept is None:\n            self._freeze(unit)\n",
+            "        self._freeze(unit, named)\n",
             "",
         ),
-        "two states are kept in one place": (
-            "            at += pages\n",
-            "            pass\n",
-        ),
         "a checkpoint reads what compute reads": (
-            "extent = store.newest_extent(piece.unit, piece.state)",
-            "extent = piece.state",
+            "store, run = self._store, reading.runs[piece.state]",
+            "store, run = self._store, self._store.home(piece.unit, piece.state)",
         ),
         "two threads land in one buffer": (
-            "self._bounce = Ring([spare.part(PageRun(0, piece))])",
-            "self._bounce = Ring([spare.part(PageRun(0, piece))] * 2)",
+            "self._bounce = Ring([store.spare])",
+            "self._bounce = Ring([store.spare] * 2)",
         ),
     },
     stepper: {

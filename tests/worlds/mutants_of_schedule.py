@@ -39,7 +39,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        lease.filled = True\n        self._fetching[lease.unit] = []\n        if self",
         ),
         "an update waits for a fetch that waits for it": (
-            "any(version <= overwritten for version in self._fetching[unit])",
+            "any(version <= self._versions.of[unit].newest for version in self._fetching[unit])",
             "bool(self._fetching[unit])",
         ),
         "ranks prefetch by how many fetches are under way": (
@@ -75,12 +75,40 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "self.of[unit].version if False else",
         ),
         "what has failed stays so": (
-            "        self.failed = False\n",
-            '        self.failed = getattr(self, "failed", False)\n',
+            "        self.failed = False\n\n    # --- where",
+            "\n    # --- where",
         ),
         "a checkpoint reads what is being written": (
-            "return None if busy or",
+            "return None if changes or",
             "return None if",
+        ),
+        "a guess writes over the old values": (
+            "return update.speculative or self._is_needed",
+            "return self._is_needed",
+        ),
+        "what a checkpoint needs is overwritten": (
+            "        return self._pool(unit, state).is_shared(self.of[unit].runs[state])",
+            "        return False",
+        ),
+        "an asynchronous update writes what is read": (
+            "            self._pin(unit, 0, run)\n            self._leave(unit, 0, before)",
+            "            self._leave(unit, 0, before)",
+        ),
+        "accesses go on to read the old weights": (
+            "        self.show(unit)\n        for",
+            "        for",
+        ),
+        "what was called off stays taken": (
+            "            if run != self.of[update.unit].runs[state]:\n                self._unpin(update.unit, state, run)",
+            "            pass",
+        ),
+        "the old states go while the update reads them": (
+            "        if self._readers[unit]:",
+            "        if False:",
+        ),
+        "late weights are loaded over the newest": (
+            "            if lags and lags[unit]:",
+            "            if False:",
         ),
     },
     gradients: {
@@ -162,13 +190,9 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        self.step_begun = False\n        self.drain()",
             "        self.step_begun = False",
         ),
-        "leases outlive a PUBLISH": (
+        "leases outlive weights that lag": (
             "                weights.edition += 1\n                self._leases.changed(unit)",
             "                weights.edition += 1",
-        ),
-        "after a load, accesses read the newest weights in place": (
-            "            if weights.lag:\n                self._publish(unit)",
-            "            if False:\n                self._publish(unit)",
         ),
     },
     updates: {
@@ -184,17 +208,9 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if self._plan.units[unit].shared:",
             "if False:",
         ),
-        "a guess is kept in the extent of old values": (
-            "weights.front = weights.extent = update.extent",
-            "pass",
-        ),
-        "a guess writes over the old values": (
-            "1 - weights.extent if speculative else",
-            "weights.extent if True else",
-        ),
-        "an asynchronous update writes what is read": (
-            "update.extent = 1 - weights.front",
-            "update.extent = weights.front",
+        "a guess that has ended is not adopted": (
+            "        if update.has_written:\n            self._versions.adopt(update)\n",
+            "",
         ),
         "drained updates are not shared": (
             "            self._pending += 1\n            self._issue",
@@ -225,12 +241,12 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "self._gradients.used(update.record, last=True)",
         ),
         "a failed update that stands is undone": (
-            "if not update.speculative:\n            self._versions.failed = True\n            return",
-            "pass",
+            "        if not update.speculative:\n            self._versions.failed = True\n",
+            "        if False:\n            self._versions.failed = True\n",
         ),
         "training goes on after a failed update": (
-            "            self._versions.failed = True\n            return\n        self.times",
-            "            return\n        self.times",
+            "        if not update.speculative:\n            self._versions.failed = True\n",
+            "        if not update.speculative:\n",
         ),
         "a unit whose update is queued is read ahead": (
             "weights.update is None and weights.guess is None:\n            self._ahead",
@@ -288,17 +304,9 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     checkpoints: {
-        "an update does not wait for the checkpoint": (
-            "return of_unit.version == self._versions.of[unit].newest and of_unit.kept is None",
-            "return False",
-        ),
-        "states that are being saved are overwritten": (
-            "if unit in self._in_place or self._units[unit].reading:",
-            "if unit in self._in_place:",
-        ),
         "a checkpoint reads states of another step": (
-            "is not None else self._versions.settled(unit) == of_unit.version",
-            "is not None else self._versions.settled(unit) is not None",
+            "self._versions.settled(unit) == saving.version",
+            "self._versions.settled(unit) is not None",
         ),
     },
     order: {
