@@ -381,6 +381,16 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if False:",
             "schedule/test_ranks.py",
         ),
+        "what a refused update was to write stays taken": (
+            "            if run != self.of[update.unit].runs[state]:\n",
+            "            if False:\n",
+            "schedule/test_schedule.py",
+        ),
+        "what is still fetched is free": (
+            "        if self._readers[unit]:",
+            "        if False:",
+            "schedule/test_schedule.py",
+        ),
     },
     "schedule/gradients.py": {
         "a gradient takes the place on SSD of one that an update needs": (
@@ -556,18 +566,6 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         "a checkpoint waits for an update that was refused": (
             "if saving.version is not None and saving.version > version:",
             "if False:",
-            "schedule/test_schedule.py",
-        ),
-    },
-    "schedule/versions.py": {
-        "what a refused update was to write stays taken": (
-            "            if run != self.of[update.unit].runs[state]:\n                self._unpin(update.unit, state, run)",
-            "            pass",
-            "schedule/test_schedule.py",
-        ),
-        "what is still fetched is free": (
-            "        if self._readers[unit]:",
-            "        if False:",
             "schedule/test_schedule.py",
         ),
     },

@@ -77,9 +77,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("slow_disk")
-def test_an_update_waits_for_the_writer_where_no_room_for_another_version_is_left(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_an_update_waits_for_the_writer_without_room_for_another_version(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("pagoda.plan.place.MOVED_SHARE", 1 << 40)
     run = Run(LLAMA, pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=4096)).train(0, HALF)
     run.save(tmp_path / "step", wait=False)

@@ -99,8 +99,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        for",
         ),
         "what was called off stays taken": (
-            "            if run != self.of[update.unit].runs[state]:\n                self._unpin(update.unit, state, run)",
-            "            pass",
+            "            if run != self.of[update.unit].runs[state]:\n",
+            "            if False:\n",
         ),
         "the old states go while the update reads them": (
             "        if self._readers[unit]:",

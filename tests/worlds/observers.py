@@ -433,7 +433,7 @@ class Versions(Observer):
         require(not others, f"UPDATE of unit {unit}, of which other ranks have yet to send the one before")
         read = self.facts.reads[unit] and not self.units[unit].lease_frames
         self.before[op] = []
-        for state, (run, newest) in enumerate(zip(runs, self.newest[unit], strict=True)):
+        for run, newest in zip(runs, self.newest[unit], strict=True):
             if run != newest or not run[2]:
                 if run[2]:
                     self._take(run, TORN)
