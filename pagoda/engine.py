@@ -44,6 +44,7 @@ from pagoda.runtime.gradients import GradientBuffers
 from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.leases import Fetcher
 from pagoda.runtime.meter import StepMeter
+from pagoda.runtime.moving import may_move, move_states
 from pagoda.runtime.needs import NeedsMeter
 from pagoda.runtime.stats import StepStats
 from pagoda.runtime.store import Store
@@ -193,7 +194,7 @@ class Engine:
             return
         needs = reduce(Needs.or_more, self.of_all_ranks("what steps have needed", meter.needs))
         plan = second.plan(self.plan, needs)
-        if not all(self.of_all_ranks("the second placement", plan is not None and self.store.may_move)):
+        if not all(self.of_all_ranks("the second placement", plan is not None and may_move(self.store))):
             self._second = None
         elif self._step > second.after + _TRIES:
             _log.warning("States stay where they were: weights are held from step to step.")
@@ -246,7 +247,7 @@ class Engine:
         return moved
 
     def _move_states(self, plan: Plan) -> None:
-        self.store.move(plan)
+        move_states(self.store, plan, self.device)
         self.accesses.tell(self.scheduler.moved, schedule_plan(plan))
 
     def of_all_ranks(self, what: str, mine: T) -> list[T]:

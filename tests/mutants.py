@@ -70,18 +70,6 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "ranks/test_sequence_parallel.py",
         ),
     },
-    "runtime/store.py": {
-        "what moves from SSD to memory is left behind": (
-            "            self.ssd.load(move.run, 0, tensor_bytes(landing))\n",
-            "",
-            "runtime/test_second_placement.py",
-        ),
-        "pages that stay on SSD lose their content when others move": (
-            "self._place_on_ssd({move.home: move.run for move in on_ssd if move.run is not None})",
-            "self._place_on_ssd({})",
-            "runtime/test_second_placement.py",
-        ),
-    },
     "plan/second_placement.py": {
         "pages get what other things have needed": (
             "return max(0, whole - max(int(needed * (1 + _MARGIN)), needed + int(whole * _LEAST_FREE)))",
@@ -567,6 +555,18 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "if saving.version is not None and saving.version > version:",
             "if False:",
             "schedule/test_schedule.py",
+        ),
+    },
+    "runtime/moving.py": {
+        "what moves from SSD to memory is left behind": (
+            "        store.load(move.run, 0, tensor_bytes(landing))\n",
+            "",
+            "runtime/test_second_placement.py",
+        ),
+        "pages that stay on SSD lose their content when others move": (
+            "store.place_on_ssd({move.home: move.run for move in on_ssd if move.run is not None})",
+            "store.place_on_ssd({})",
+            "runtime/test_second_placement.py",
         ),
     },
     "schedule/stream.py": {

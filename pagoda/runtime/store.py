@@ -2,21 +2,18 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from pagoda.errors import StorageError
 from pagoda.interrupts import holding_back
-from pagoda.memory.arena import Arena, copy_bytes, tensor_bytes
+from pagoda.memory.arena import copy_bytes
 from pagoda.memory.page import PageRun, pages_for
-from pagoda.memory.ram import free_ram
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
+from pagoda.memory.versions import EMPTY
 from pagoda.mesh.shards import Shards
 from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK
@@ -26,27 +23,13 @@ from pagoda.plan.slices import Span
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device
-from pagoda.runtime.lanes import SSD_THREADS
 from pagoda.runtime.ring import Ring
 from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
-from pagoda.schedule.versions import first_runs, version_pools
+from pagoda.schedule.versions import version_pools
 
 Runs = Mapping[str, PageRun]
 """State -> the run in which it is, of one unit."""
-
-
-class _Move(NamedTuple):
-    """The newest values of a state of a unit, on their way to its home in another plan."""
-
-    tensor: torch.Tensor | None
-    """Where they are in memory, if they are there."""
-    run: PageRun | None
-    """Where they are on SSD, if they are there."""
-    to: tuple[int, str]
-    """The unit and the state."""
-    home: PageRun
-    """The run to which they go."""
 
 
 class Store:
@@ -87,19 +70,19 @@ class Store:
         """Held while elements on SSD are written: threads may write to different parts of one page."""
         self._replaced: set[int] | None = None
         """While every state is being replaced: the pages on SSD of which a part has been written."""
-        self._aside: dict[tuple[int, str], torch.Tensor] = {}
+        self.aside: dict[tuple[int, str], torch.Tensor] = {}
         """(unit, state) -> its newest values, while states of a separate device are in RAM to move."""
-        self._open(plan)
+        self.open(plan)
         for unit in plan.units:
-            for state in self._numbers[unit.index]:
+            for state in self.numbers[unit.index]:
                 if (home := self.tensor(unit.index, state)) is not None:
                     home.zero_()
-        self._make_room_on_ssd(plan)
-        self._place_on_ssd({})
+        self.make_room_on_ssd(plan)
+        self.place_on_ssd({})
         self.host.arena.lock()
 
-    def _open(self, plan: Plan) -> None:
-        """Take the memory of a plan. Extents have no values yet, and none on SSD before `_place_on_ssd`."""
+    def open(self, plan: Plan) -> None:
+        """Take the memory of a plan. Extents have no values yet, and none on SSD before `place_on_ssd`."""
         device = _open_device_tier(plan, self._device, self._poison)
         host = self._device.host_arena(max(plan.page_bytes, plan.peak_bytes.get(HOST, 0)), locked=False)
         self._divide(plan, Region.of(HOST, host, plan.page_bytes, poison=self._poison), device)
@@ -119,7 +102,7 @@ class Store:
                 memory = host if tier == HOST else device
                 assert memory is not None, "a plan has states only in tiers that it has"
                 self._regions[tier] = memory.take(sum(homes) + sum(spares) + reserve)
-        self._numbers = [
+        self.numbers = [
             {state.name: number for number, state in enumerate(plan.layout.states_of(unit))} for unit in plan.units
         ]
         """By unit: state -> its number."""
@@ -143,7 +126,7 @@ class Store:
         self.host_bytes = page * sum(n for line, n in placement.lines[HOST].items() if line not in (LEASES, STAGING))
         """Bytes of homes and rings, without leases and staging, whose use varies."""
 
-    def _make_room_on_ssd(self, plan: Plan) -> None:
+    def make_room_on_ssd(self, plan: Plan) -> None:
         """Open the SSD tier that a plan needs, or let it grow. Raises StorageError and BudgetError."""
         pages, spare = _pages_on_ssd(plan)
         if self.ssd is not None:
@@ -152,7 +135,7 @@ class Store:
             assert self._directories, "a plan uses SSD only where there is a directory"
             self.ssd = SSDTier(self._directories, pages, plan.page_bytes, spare)
 
-    def _place_on_ssd(self, kept: Mapping[PageRun, PageRun]) -> None:
+    def place_on_ssd(self, kept: Mapping[PageRun, PageRun]) -> None:
         """Give the extents on SSD their pages. `kept`: run -> the run of before whose content it has."""
         if self.ssd is not None:
             gradients = sum(run.count for run in self._gradient_runs.values())
@@ -168,9 +151,12 @@ class Store:
         return {at: None if limit is None else limit - taken.get(at, 0) for at, limit in self._directories.items()}
 
     def home(self, unit: int, state: str) -> PageRun:
-        """The run with the newest version of a state. For WEIGHT_BACK, the run of the weights that accesses read."""
-        weights = self._scheduler.weights(unit)
-        return weights.read if state == WEIGHT_BACK else weights.runs[self._numbers[unit][state]]
+        """The run with the newest version of a state, which is empty if the unit does not have it. For WEIGHT_BACK, the
+        run of the weights that accesses read."""
+        weights, number = self._scheduler.weights(unit), self.numbers[unit].get(state)
+        if number is None:
+            return weights.read if state == WEIGHT_BACK else EMPTY
+        return weights.runs[number]
 
     def homes(self, unit: int) -> Runs:
         """State -> the run with its newest version."""
@@ -178,7 +164,7 @@ class Store:
 
     def named(self, unit: int, runs: Sequence[PageRun]) -> Runs:
         """State -> its run, of the runs of all states. A further run is that of the weights that accesses read."""
-        named = dict(zip(self._numbers[unit], runs, strict=False))
+        named = dict(zip(self.numbers[unit], runs, strict=False))
         return named if len(runs) == len(named) else {**named, WEIGHT_BACK: runs[-1]}
 
     def tier(self, unit: int, state: str) -> str:
@@ -192,7 +178,10 @@ class Store:
         if tier == SSD:
             return None
         run, dtype = self.home(unit, state) if run is None else run, self.dtype(unit, state)
-        return self._regions[tier].part(run).tensor(dtype) if run.count else torch.empty(0, dtype=dtype)
+        if not run.count:
+            return torch.empty(0, dtype=dtype)
+        region, page = self._regions[tier], self.plan.page_bytes
+        return region.arena.tensor((region.start + run.start) * page, run.count * page // dtype.itemsize, dtype)
 
     def run(self, unit: int, state: str) -> PageRun | None:
         """The pages on SSD with the newest version of a state, or with the gradient. None if it is elsewhere."""
@@ -235,12 +224,13 @@ class Store:
 
     def free(self, unit: int, number: int, run: PageRun) -> None:
         """Nothing needs the content of a run of a state any more. In debug mode, fill it with NaN."""
-        tier = self.tier(unit, [*self._numbers[unit]][number])
-        if tier != SSD:
+        tier = self.tier(unit, [*self.numbers[unit]][number])
+        if tier == SSD:
+            assert self.ssd is not None, "it has pages"
+            self.ssd.drop(run)
+        elif self._poison:
             with self._device.as_compute():  # which may still read it
                 self._regions[tier].part(run).poison()
-        elif self.ssd is not None:
-            self.ssd.drop(run)
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count) of a unit's state, shape [count].
@@ -350,85 +340,6 @@ class Store:
         assert memory is not None
         return [memory.take(pages).tensor(dtype) for _ in range(1 + self.plan.options.asynchronous)]
 
-    # --- another placement --------------------------------------------------------------------------------
-
-    def move(self, plan: Plan) -> None:
-        """Move every state to its home in another plan of the same units. Nothing may use states, leases or buffers
-        meanwhile, nor later those of before.
-
-        RAM holds each state once, because what has moved returns its old pages to the system. States on a separate
-        device pass through RAM.
-
-        Raises BudgetError if a tier has no room. States are then as before, but on a separate device they, and leases,
-        have no memory until a `move` to the plan of before. Raises StorageError if a drive fails. States are then lost.
-        """
-        self._make_room_on_ssd(plan)
-        if self.device is not None:
-            self._leave_device(self.device)
-        old, arena = self.host, self.host.arena
-        first = first_runs(schedule_plan(plan))
-        moves = [
-            _Move(self._newest(unit.index, state), self.run(unit.index, state), (unit.index, state), home)
-            for unit in plan.units
-            for state, home in self.named(unit.index, first[unit.index]).items()
-            if home.count
-        ]
-        self._open(plan)
-        arena.unlock()
-        _discard_beside(old, [move.tensor for move in moves if move.tensor is not None])
-        with ThreadPoolExecutor(SSD_THREADS) as pool:
-            [*pool.map(partial(self._fill, old), moves)]
-        on_ssd = [move for move in moves if self.tier(*move.to) == SSD]
-        self._place_on_ssd({move.home: move.run for move in on_ssd if move.run is not None})
-        for move in on_ssd:
-            if move.tensor is not None:
-                assert self.ssd is not None, "it has been opened"
-                self.ssd.store(move.home, 0, tensor_bytes(move.tensor))
-        arena.close()
-        self._aside.clear()
-        self.host.arena.lock()
-        self._device.settle()
-
-    @property
-    def may_move(self) -> bool:
-        """Whether RAM has room for the states on a separate device, which pass through it."""
-        return sum(tensor.nbytes for tensor in self._on_device().values()) <= free_ram()
-
-    def _on_device(self) -> dict[tuple[int, str], torch.Tensor]:
-        """(unit, state) -> its newest version, for states on a separate device."""
-        keys = ((unit, state) for unit, states in enumerate(self._numbers) for state in states)
-        found = {key: self.tensor(*key) for key in keys if self.tier(*key) == DEVICE}
-        return {key: tensor for key, tensor in found.items() if tensor is not None}
-
-    def _leave_device(self, tier: Region) -> None:
-        """Copy the states on a separate device to RAM, and free its memory."""
-        if not self._aside:  # else they are there already
-            for key, tensor in self._on_device().items():
-                self._aside[key] = Arena(tensor.nbytes).tensor(0, tensor.numel(), tensor.dtype).copy_(tensor)
-        self._device.free(tier.arena)
-
-    def _newest(self, unit: int, state: str) -> torch.Tensor | None:
-        aside = self._aside.get((unit, state))
-        return self.tensor(unit, state) if aside is None else aside
-
-    def _fill(self, old: Region, move: "_Move") -> None:
-        """Fill the run in memory to which a state moves, and return its old pages to the system, which nothing needs
-        any more."""
-        target = self.tensor(*move.to, move.home)
-        if target is None:
-            return
-        target = target.view(torch.uint8)
-        if move.tensor is not None:
-            target.copy_(move.tensor.view(torch.uint8))
-            if _is_in(old, move.tensor):
-                old.arena.discard(move.tensor.data_ptr() - old.arena.address, move.tensor.nbytes)
-        elif move.run is not None:
-            landing = target if target.is_cpu else Arena(target.nbytes).tensor(0, target.nbytes, torch.uint8)
-            assert self.ssd is not None, "it has pages"
-            self.ssd.load(move.run, 0, tensor_bytes(landing))
-            if landing is not target:
-                target.copy_(landing)
-
     def close(self, device: bool = True) -> None:
         """Release the tiers, and the device only if `device`. RAM is released with the last tensor in it."""
         self.gradients.clear()
@@ -497,18 +408,3 @@ def _open_device_tier(plan: Plan, device: Device, poison: bool) -> Region | None
     tier = Region.of(DEVICE, device.arena(plan.peak_bytes[DEVICE]), plan.page_bytes, poison=poison)
     device.fence().synchronize()  # else it might be poisoned after the first copies have come
     return tier
-
-
-def _is_in(region: Region, tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in the arena of a region."""
-    return tensor.is_cpu and 0 <= tensor.data_ptr() - region.arena.address < region.arena.nbytes
-
-
-def _discard_beside(region: Region, tensors: Sequence[torch.Tensor]) -> None:
-    """Return the pages of an arena to the system in which none of the tensors lie."""
-    arena, at = region.arena, 0
-    used = sorted((each.data_ptr() - arena.address, each.nbytes) for each in tensors if _is_in(region, each))
-    for start, nbytes in (*used, (arena.nbytes, 0)):
-        if start > at:
-            arena.discard(at, start - at)
-        at = start + nbytes

@@ -48,7 +48,7 @@ from pagoda.ranks.gathering import SharedWeights
 from pagoda.ranks.service import Service
 from pagoda.ranks.start import in_common, rank_independent_text
 from pagoda.ranks.transport import Transport
-from pagoda.runtime.speculation import Guess
+from pagoda.runtime.store import Store
 from pagoda.schedule import updates
 from pagoda.train import TrainConfig, run
 
@@ -264,14 +264,14 @@ def train(
 ) -> dict[str, Any]:
     """Train a model and return everything that it leaves behind; by default, each rank has a micro-batch a step.
 
-    With `guesses`, updates guess that nothing is clipped, and there is room to undo them. Guessing and undoing are
-    slow, so that whatever does not wait for them shows.
+    With `guesses`, updates guess that nothing is clipped, and there is room for what they write. To begin a version and
+    to free one is slow, so that whatever does not wait for that shows.
     """
     room = 0
     if guesses is not None:
         updates.CALM_STEPS = 0
-        for method in (Guess.begin, Guess.revert):
-            setattr(Guess, method.__name__, slowed(method))
+        for method in (Store.begin_version, Store.free):
+            setattr(Store, method.__name__, slowed(method))
         recipe = {**recipe, "steps": len(departures["factors"]), "announced": True}
     made = recipe_of(recipe)
     if guesses is not None and (kind, made.moments) != ("ssd", "fp32"):

@@ -51,11 +51,11 @@ def test_what_others_have_updated_comes_and_all_else_stays(
     store.write(0, WEIGHT, 0, before)
     store.write(0, WEIGHT, own.start, after[own.start : own.stop])
     shared = SharedWeights(store, lanes)
-    shared.read_own(unit, WEIGHT)
+    shared.read_own(unit, store.home(0, WEIGHT))
     assert torch.equal(shared.weights(unit)[own.start : own.stop], after[own.start : own.stop])
     for span in store.shards.trained_slices(spec):
         shared.weights(unit)[span.start : span.stop] = after[span.start : span.stop]
-    shared.write_others(unit, WEIGHT)
+    shared.write_others(unit, store.home(0, WEIGHT))
     assert torch.equal(store.read(0, WEIGHT, 0, spec.numel), after)
     for lane in lanes.values():
         lane.close()

@@ -58,9 +58,9 @@ def test_forwards_inside_fetch_nothing_and_have_the_bits_of_forwards_outside(
     fetched: list[str] = []
     fetch = Fetcher.fetch
 
-    def counting(self: Fetcher, operation: Any, unit: Any, after: Any) -> Any:
+    def counting(self: Fetcher, operation: Any, unit: Any, *others: Any) -> Any:
         fetched.append(unit.spec.name)
-        return fetch(self, operation, unit, after)
+        return fetch(self, operation, unit, *others)
 
     monkeypatch.setattr(Fetcher, "fetch", counting)
     for _ in range(2):

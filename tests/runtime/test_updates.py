@@ -17,8 +17,6 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
-from pagoda.runtime.capture import Capture
-from pagoda.runtime.updates import RunningUpdate, UpdateStream
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers
@@ -98,41 +96,6 @@ def test_a_read_ahead_that_failed_is_dropped_with_its_error(
         failing.setattr(optimizer._engine.store.ssd, "load", fail)
         optimizer._engine._executor.updates.read_ahead(0)
         optimizer._engine.drain()
-
-
-def test_an_update_waits_until_a_checkpoint_has_a_copy_of_what_it_replaces(
-    wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = wrap(Layers(6), pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE))
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.synchronize()
-    told: list[tuple[str, int]] = []
-    keep, take, changing = Capture.keep, Capture._take, UpdateStream._changing
-
-    def take_later(self: Capture) -> Any:
-        time.sleep(0.05)
-        return take(self)
-
-    def keep_later(self: Capture, unit: int, kept: PageRun) -> None:
-        time.sleep(0.01)
-        keep(self, unit, kept)
-        told.append(("kept", unit))
-
-    def begun(self: UpdateStream, update: RunningUpdate) -> Any:
-        told.append(("begun", update.unit.index))
-        return changing(self, update)
-
-    monkeypatch.setattr(Capture, "_take", take_later)
-    monkeypatch.setattr(Capture, "keep", keep_later)
-    monkeypatch.setattr(UpdateStream, "_changing", begun)
-    optimizer.save_checkpoint(tmp_path / "checkpoint", wait=False)
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.synchronize()
-    kept = [unit for what, unit in told if what == "kept"]
-    assert kept
-    assert all(told.index(("kept", unit)) < told.index(("begun", unit)) for unit in kept)
 
 
 @pytest.mark.inline

@@ -272,8 +272,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     store: {
         "what nobody needs is not poisoned, and stays on SSD": (
-            "        elif self.ssd is not None:\n            self.ssd.drop(run)",
-            "        else:\n            pass",
+            "            self.ssd.drop(run)\n",
+            "            pass\n",
         ),
         "what lies around on a page is not read": (
             "                if frozen or elements.nbytes != window.nbytes:\n",
