@@ -277,7 +277,8 @@ class Updater:
     def reads(self, block: Block) -> Iterator[Handle]:
         """Submit the reads of a block's states on SSD into its slot."""
         update: RunningUpdate | None = block.update
-        runs = self._store.homes(block.unit) if update is None else update.extents.read
+        # Where they are written: that has the old content at first, and what earlier blocks have written of a page.
+        runs = self._store.homes(block.unit) if update is None else update.extents.write
         return self._transfers("ssd_read", block, runs)
 
     def computations(self, block: Block) -> Iterator[Handle]:

@@ -241,12 +241,12 @@ def evaluate(model: nn.Module, data: dict[str, torch.Tensor]) -> float:
         return loss_of(model(**data)).item()
 
 
-def slowed(method: Callable[[Any], None]) -> Callable[[Any], None]:
+def slowed(method: Callable[..., None]) -> Callable[..., None]:
     """The same method, which takes longer."""
 
-    def slowly(self: Any) -> None:
+    def slowly(*arguments: Any) -> None:
         time.sleep(0.01)
-        method(self)
+        method(*arguments)
 
     return slowly
 
