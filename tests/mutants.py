@@ -657,6 +657,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "                if True:\n",
             "runtime/test_updates.py",
         ),
+        "of pages that blocks share, the last block's part alone moves": (
+            "is None else update.extents.write\n        return self._transfers(",
+            "is None else update.extents.read\n        return self._transfers(",
+            "autograd/test_gradient_values.py",
+        ),
         "work that lanes do at once is done inside each other": (
             "        if me in self._starting:",
             "        if False:",
