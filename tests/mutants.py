@@ -298,7 +298,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "schedule/waits.py": {
         "bytes on their way are not bounded": (
-            "or self._nbytes > most):",
+            "or self._added - self._taken > most):",
             "or False):",
             "runtime/test_meter.py",
         ),
@@ -398,6 +398,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "schedule/gradients.py": {
+        "a gradient to which nothing has come is used": (
+            "                self.drop(record)\n        return",
+            "                pass\n        return",
+            "schedule/test_schedule.py",
+        ),
         "a gradient takes the place on SSD of one that an update needs": (
             "self._earlier.get(record.unit, record) is not record",
             "False",

@@ -135,7 +135,8 @@ class Executor:
     def is_to_come(self, unit: LiveUnit) -> bool:
         """Whether the unit's latest requested update has not begun yet."""
         gradient = self._requested(unit)
-        return not self._asynchronous and gradient is not None and not gradient.begun and not gradient.updated.done
+        queued = not self._asynchronous and self._scheduler.is_to_come(unit.index)
+        return queued and gradient is not None and not gradient.updated.done
 
     def _requested(self, unit: LiveUnit) -> UnitGradient | None:
         """The gradient of the unit's latest requested update."""
@@ -171,7 +172,7 @@ class Executor:
         for unit in self._units:  # the scheduler outlives this, with its records
             weights = self._scheduler.weights(unit.index)
             one_each = [weights.update, weights.asking, weights.guess, weights.unannounced]
-            records = [weights.requested]
+            records = [weights.requested, self._scheduler.gradient_of(unit.index)]
             for update in filter(None, (*one_each, *weights.later, *weights.sharing)):
                 update.payload = None
                 records.append(update.record)
@@ -216,8 +217,8 @@ class Executor:
         if not self._scheduler.broken:
             return
         for unit in self._units:
-            gradient = self._requested(unit)
-            if gradient is not None and not gradient.begun and not gradient.written.done:
+            gradient = self._requested(unit) if self._scheduler.is_to_come(unit.index) else None
+            if gradient is not None and not gradient.written.done:
                 gradient.updated.finish(self.damage.cause)
                 gradient.written.finish(self.damage.cause)
 
@@ -256,7 +257,6 @@ class Executor:
             updated, written = guess.updated, guess.written
         else:
             updated, written = gradient.updated, gradient.written
-            gradient.begun = True
         store, unit = self._store, operation.unit
         extents = Extents(store.newest_extents(unit), store.extents(unit, operation.home))
         tell, scheduler = self.driver.tell, self._scheduler
@@ -307,7 +307,6 @@ class Executor:
         guess.confirm()
         if self._leases.in_place(gradient.unit):
             self._leases.lease_home(gradient.unit)
-        gradient.begun = True
         guess.updated.then(gradient.updated.finish)
         guess.written.then(gradient.written.finish)
         guess.written.then(lambda _: guess.close())
