@@ -238,8 +238,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "autograd/accesses.py": {
         "signals interrupt events": (
-            "held_back(self._run, event, *arguments)",
-            "self._run(event, *arguments)",
+            "held_back(self._run, looks, event, *arguments)",
+            "self._run(looks, event, *arguments)",
             "runtime/test_interrupts.py",
         ),
         "nested uses end with the first": (

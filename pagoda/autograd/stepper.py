@@ -89,7 +89,6 @@ class Stepper:
             self.values.apply_factor(unit, slot)
         self.values.factors.pop((unit.index, slot), None)
         self.values.changed()
-        self._executor.poll()
         gradient = self.begin(unit)
         if any(made.slot == slot for made in gradient.made):
             self._offload(gradient, last=False)
@@ -158,7 +157,6 @@ class Stepper:
 
     def _updates_have_begun(self) -> bool:
         self.accesses.end_read()
-        self._executor.poll()
         return any(unit.updated for unit in self._units)
 
     def zero_grad(self) -> None:
