@@ -120,7 +120,7 @@ class Engine:
         for weight, kept in plan.layout.forms:
             warm_up(rule, PRECISIONS[weight], kept, elsewhere=bool(plan.placement.pages(HOST, VERSIONS)))
             device.warm_up(rule, PRECISIONS[weight], kept)
-        self.gradients = GradientBuffers(self.store, self._lanes, device, self._meter)
+        self.gradients = GradientBuffers(self.store, self.scheduler, units, self._lanes, device, self._meter)
         self.leases = Fetcher(self.store, units, device, self._lanes, self.scheduler)
         updates = open_update_stream(self.store, self._lanes, rule, device)
         self.plan = plan

@@ -226,8 +226,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "autograd/accesses.py": {
         "signals interrupt events": (
-            "held_back(self._run, event, *arguments)",
-            "self._run(event, *arguments)",
+            "held_back(self._run, looks, event, *arguments)",
+            "self._run(looks, event, *arguments)",
             "runtime/test_interrupts.py",
         ),
         "nested uses end with the first": (
@@ -286,7 +286,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "schedule/waits.py": {
         "bytes on their way are not bounded": (
-            "or self._nbytes > most):",
+            "or self._added - self._taken > most):",
             "or False):",
             "runtime/test_meter.py",
         ),
@@ -381,6 +381,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "schedule/gradients.py": {
+        "a gradient to which nothing has come is used": (
+            "                self.drop(record)\n        return",
+            "                pass\n        return",
+            "schedule/test_schedule.py",
+        ),
         "a gradient takes the place on SSD of one that an update needs": (
             "self._earlier.get(record.unit, record) is not record",
             "False",

@@ -40,24 +40,29 @@ class Turn:
     system: it damages the training state and stops the driver.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, look: Callable[[], None]) -> None:
+        """`look` is called when an event begins that is no part of another one."""
         self.lock = threading.RLock()
         """Held for a turn."""
         self._driver = driver
+        self._look = look
         self._inside = 0
         """How many events, each a part of the one before, are under way."""
         self._wait_failed = False
         """Whether a wait has ended with an error, which may now end the event."""
 
-    def run(self, event: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run an event, which may be a part of another one."""
+    def run(self, event: Callable[..., _Result], *arguments: Any, looks: bool = True) -> _Result:
+        """Run an event, which may be a part of another one. Not `looks`: it has happened already, so nothing may come
+        before it, and `look` is not called."""
         with self.lock:
-            result: _Result = held_back(self._run, event, *arguments)
+            result: _Result = held_back(self._run, looks, event, *arguments)
             return result
 
-    def _run(self, event: Callable[..., _Result], *arguments: Any) -> _Result:
+    def _run(self, looks: bool, event: Callable[..., _Result], *arguments: Any) -> _Result:
         self._inside += 1
         try:
+            if looks and self._inside == 1:
+                self._look()
             return event(*arguments)
         except (PagodaError, torch.OutOfMemoryError):
             raise
@@ -111,7 +116,7 @@ class Accesses:
         rank_group: RankGroup | None,
     ) -> None:
         self.plan = plan
-        self.turn = Turn(executor.driver)
+        self.turn = Turn(executor.driver, executor.poll)
         self._executor = executor
         self._driver = executor.driver
         self._scheduler: Scheduler = executor.driver.scheduler
@@ -230,9 +235,11 @@ class Accesses:
             self._reading = unit, phase
         return lease.base.detach()
 
-    @event
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Tell the scheduler an event of compute. Compute reads nothing meanwhile."""
+        self.turn.run(self._tell, event, *arguments, looks=False)
+
+    def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
         self.end_read()
         self._driver.tell(event, *arguments)
 
@@ -246,7 +253,6 @@ class Accesses:
     def _access(self, unit: LiveUnit, phase: Phase) -> None:
         """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
         self._device.computing()
-        self._executor.poll()
         unit.fetch_error = None
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
@@ -320,7 +326,6 @@ class Accesses:
 
     def _drain(self, show: bool) -> None:
         scheduler = self._scheduler
-        self._executor.poll()
         self.tell(scheduler.drain, True, show)
         try:
             self.wait(lambda: scheduler.drained, "update")
@@ -331,7 +336,6 @@ class Accesses:
     @event
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whether operations succeed or fail."""
-        self._executor.poll()
         self.turn.waiting(self._driver.wait, lambda: self._scheduler.idle, lambda: None)
         self._drop_ahead()
 
@@ -369,14 +373,15 @@ class Accesses:
         def stuck() -> bool:
             return self._driver.ask(lambda: self._scheduler.idle and not until())
 
-        self.turn.run(self._executor.poll)
-        if stuck():
-            gc.collect()  # reference cycles may keep views of leases alive
+        for collects in (False, True):
+            if collects:
+                gc.collect()  # reference cycles may keep views of leases alive
             self.turn.run(self._executor.poll)
-        if stuck():
-            self._executor.raise_spill_failure()
-            refuse()
-            raise AssertionError("compute waits, and nothing is under way")
+            if not stuck():
+                return
+        self._executor.raise_spill_failure()
+        refuse()
+        raise AssertionError("compute waits, and nothing is under way")
 
     def _refuse(self, unit: LiveUnit) -> None:
         """Raise the error for a unit that has no room."""

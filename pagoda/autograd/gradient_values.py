@@ -139,7 +139,7 @@ class GradientValues:
             if reading is not None and reading.before is not None:
                 shown, precise = reading.before
                 flat = torch.where(unit.stored(slot, values == shown).reshape(-1), precise, flat)
-            gradient = self._gradients.open(unit)
+            gradient = self._stepper.begin(unit)
             delivery = self._gradients.replace(gradient, slot, flat.to(dtype).contiguous())
             self.factors.pop((unit.index, slot), None)  # before waits, which an exception may end
             self.changed()
@@ -209,7 +209,7 @@ class GradientValues:
         unit, scheduler = gradient.unit.index, self._stepper.scheduler
         self._accesses.tell(scheduler.lend_gradient, unit, True)
         try:
-            here, refuse = partial(scheduler.gradient_is_here, unit), partial(self._stepper.refuse, gradient)
+            here, refuse = partial(scheduler.gradient_is_here, unit), partial(self._stepper.refuse, gradient.unit)
             self._accesses.wait(here, "ssd_read", refuse)
             self._accesses.check_usable()
             yield

@@ -89,11 +89,10 @@ class Stepper:
             self.values.apply_factor(unit, slot)
         self.values.factors.pop((unit.index, slot), None)
         self.values.changed()
-        self._executor.poll()
-        before = self.gradients.get(unit)
-        if before is not None and any(made.slot == slot for made in before.made):
-            self._offload(before, last=False)
-        gradient = self._arrivals.add(unit, slot, grad, accumulate)
+        gradient = self.begin(unit)
+        if any(made.slot == slot for made in gradient.made):
+            self._offload(gradient, last=False)
+        self._arrivals.add(gradient, slot, grad, accumulate)
         if announced is not None and gradient.arrivals[slot] > announced:
             raise UsageError(
                 f"{unit.name(slot)!r} received {gradient.arrivals[slot]} gradients since the last optimizer.step(), "
@@ -105,37 +104,42 @@ class Stepper:
         if last and (self._options.update_during_backward or self._options.may_speculate):
             self._prepare_early(gradient)
             last = bool(gradient.segments)
-        if self.gradients.is_due(gradient):
+        if gradient.is_due:
             self._offload(gradient, last)
         elif self.rank_group is not None and gradient.complete:
             self.rank_group.flush(last)
 
+    def begin(self, unit: LiveUnit) -> UnitGradient:
+        """The unit's gradient of this step, which begins here if there is none."""
+        gradient = self.gradients.get(unit)
+        if gradient is None:
+            gradient = self.gradients.new(unit)
+            self._executor.driver.tell(self.scheduler.begin_gradient, unit.index, gradient)
+        return self.gradients.get(unit) or gradient  # another rank may have begun it meanwhile
+
     def _offload(self, gradient: UnitGradient, last: bool) -> None:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
-        delivery, nbytes = self.gradients.gather(gradient)
-        self.request_buffer(gradient, last, delivery)
-        self.accesses.turn.waiting(self.gradients.hold_back, gradient, nbytes)
+        self.request_buffer(gradient, last, self.gradients.gather(gradient))
+        self.accesses.turn.waiting(self.gradients.hold_back)
 
     def request_buffer(self, gradient: UnitGradient, last: bool, delivery: Delivery) -> None:
         """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
         comes before `step()`."""
-        event = self.scheduler.gradient
-        self.accesses.tell(event, gradient.unit.index, gradient.complete, last, gradient, delivery)
+        self.accesses.tell(self.scheduler.gradient, gradient.unit.index, gradient.complete, last, delivery)
         self._await_buffers(gradient)
 
     def _announce(self, gradient: UnitGradient, last: bool) -> None:
         """Tell the scheduler about a gradient that ranks will add up. Only then does it need a buffer."""
-        event = self.scheduler.gradient
-        self.accesses.tell(event, gradient.unit.index, gradient.complete, last, gradient, None, True)
+        self.accesses.tell(self.scheduler.gradient, gradient.unit.index, gradient.complete, last, None, True)
 
     def _await_buffers(self, gradient: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
-        self.accesses.wait(lambda: self.scheduler.held_back is None, "d2h", lambda: self.refuse(gradient))
+        self.accesses.wait(lambda: self.scheduler.held_back is None, "d2h", lambda: self.refuse(gradient.unit))
 
-    def refuse(self, gradient: UnitGradient) -> None:
-        """Raise the error for a gradient without a buffer."""
+    def refuse(self, unit: LiveUnit) -> None:
+        """Raise the error for a unit's gradient without a buffer."""
         self._executor.raise_spill_failure()
-        raise BudgetError(self.gradients.exhausted(gradient.unit), tier=HOST)
+        raise BudgetError(self.gradients.exhausted(unit), tier=HOST)
 
     def _prepare_early(self, gradient: UnitGradient) -> None:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
@@ -153,7 +157,6 @@ class Stepper:
 
     def _updates_have_begun(self) -> bool:
         self.accesses.end_read()
-        self._executor.poll()
         return any(unit.updated for unit in self._units)
 
     def zero_grad(self) -> None:
@@ -169,9 +172,11 @@ class Stepper:
         self._forget_gradients()
 
     def _drop_gradients(self) -> None:
+        dropped = self.gradients.untaken()
         if self.gradients.of_step():
             self.accesses.tell(self.scheduler.drop_gradients)
-        self.gradients.drop()
+        for handle in [handle for gradient in dropped for handle in gradient.pending]:
+            handle.wait_until_done()
 
     def _forget_gradients(self) -> None:
         """Forget what is known of gradients that are gone."""
@@ -185,7 +190,6 @@ class Stepper:
         if self.updates_have_begun():
             self._executor.damage.note(UsageError("A load was broken off that had dropped updates during backward"))
         for unit in self._units:
-            unit.updated = False
             for param in unit.params:
                 param.grad = None
         self._drop_with_others()
@@ -311,7 +315,7 @@ class Stepper:
     def _check_kept(self, hypers: NextHypers) -> None:
         """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user
         has dropped gradients that these have applied. Calling `step()` again keeps the latter."""
-        applied = [(gradient.unit, slot) for gradient in self.gradients.taken() for slot in gradient.used or ()]
+        applied = [(gradient.unit, slot) for gradient in self.gradients.taken() for slot in gradient.hypers]
         dropped = [(unit, slot) for unit, slot in applied if unit.params[slot].grad is None]
         for unit, slot in dropped:
             unit.params[slot].grad = unit.markers[slot]
@@ -338,7 +342,7 @@ class Stepper:
             if not segments:
                 unused.append(unit.index)
             gradient.request()
-        self.queued += sum(bool(gradient.segments) for gradient in self.gradients.taken())
+        self.queued += sum(bool(gradient.segments) for gradient in self.gradients.of_step().values())
         self.accesses.tell(self._executor.end_step, clipped, changed, unused)
 
     def _scale_of(self, unit: LiveUnit, slot: int) -> float:
@@ -377,8 +381,8 @@ class Stepper:
 
     def _used(self, gradient: UnitGradient) -> list[int]:
         """Slots of the parameters whose gradient this step uses."""
-        if gradient.used is not None:
-            return gradient.used
+        if gradient.unit.updated:
+            return list(gradient.hypers)
         return [slot for slot in range(gradient.unit.trainable) if gradient.unit.has_gradient(slot)]
 
     def _norm(self, square_sums: list[float]) -> float | None:
@@ -387,7 +391,6 @@ class Stepper:
 
     def _clear_step(self) -> None:
         self._forget_gradients()
-        self.gradients.forget_taken()
         for unit in self._units:
             unit.used = unit.updated = False
 
@@ -401,10 +404,10 @@ class Stepper:
         self._drop_gradients()
         applied = []
         for gradient in self.gradients.taken():
-            if gradient.unit.updated and gradient.updated.succeeded:
+            if gradient.updated.succeeded:
                 applied.append(gradient.unit)
-            elif gradient.unit.updated:  # the update was refused
-                for slot in gradient.used or ():
+            else:  # the update was refused
+                for slot in gradient.hypers:
                     gradient.unit.steps[slot] -= 1
         self._clear_step()
         return applied

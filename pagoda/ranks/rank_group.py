@@ -95,10 +95,8 @@ class RankGroup:
         """The receiver of autograd's gradients."""
         return self._reducer or self._gradients
 
-    def when_flushed(
-        self, announce: Callable[[UnitGradient, bool], None], refuse: Callable[[UnitGradient], None]
-    ) -> None:
-        """Call `announce` with each gradient that ranks will add up, and `refuse`, which raises, with one for whose
+    def when_flushed(self, announce: Callable[[UnitGradient, bool], None], refuse: Callable[[LiveUnit], None]) -> None:
+        """Call `announce` with each gradient that ranks will add up, and `refuse`, which raises, with a unit for whose
         mean there is no room."""
         if self._reducer is not None:
             self._reducer.announce, self._reducer.refuse = announce, refuse

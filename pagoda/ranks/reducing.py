@@ -78,8 +78,8 @@ class Reducer:
     def __post_init__(self) -> None:
         self.announce: Callable[[UnitGradient, bool], None]
         """Tells the scheduler that a gradient will be reduced. The stepper sets this and `refuse`."""
-        self.refuse: Callable[[UnitGradient], None]
-        """Raises the error for a gradient without a buffer."""
+        self.refuse: Callable[[LiveUnit], None]
+        """Raises the error for a unit's gradient without a buffer."""
         collectives, ranks = self._collectives, self._collectives.mesh.ranks
         self._early = self._driver.scheduler.plan.during_backward
         """Whether units are updated during backward."""
@@ -95,13 +95,13 @@ class Reducer:
         self._reduction = Reduction(collectives.shards, collectives.groups, buffers, collectives.mesh.ranks)
         self._fills = buffers.fills
 
-    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+    def add(self, gradient: UnitGradient, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
         self._collectives.await_backward()
-        if self._filling is not None and (self._filling.gradient.unit is not unit or slot in self._filling.arrived):
+        if self._filling is not None and (self._filling.gradient is not gradient or slot in self._filling.arrived):
             self.flush(last=False)
-        filling = self._filling = self._filling or self._open(unit)
-        gradient = filling.gradient
+        filling = self._filling = self._filling or self._open(gradient)
+        unit = gradient.unit
         if gradient.arrivals[slot] and not accumulate:
             filling.dropped.add(slot)
         self._gradients.count(gradient, slot, accumulate)
@@ -119,7 +119,6 @@ class Reducer:
                     copy_bytes(into, values)
 
             filling.copies.append(self._copies.submit(copy, (), grad.nbytes, f"offload {unit.spec.name}"))
-        return gradient
 
     def flush(self, last: bool) -> None:
         """Reduce what has arrived since the last time; `last` as the scheduler has it."""
@@ -133,7 +132,7 @@ class Reducer:
             filling.filled.synchronize()
             filling.received = True
             try:
-                self._receive(gradient, True, filling.buffer, self._flags(filling))
+                self._receive(unit, True, filling.buffer, self._flags(filling))
             except BudgetError:
                 self._collectives.order.fail(Call(CollectiveKind.REDUCE, unit.index), None, alike=True)
                 raise
@@ -165,9 +164,8 @@ class Reducer:
             gradient.present.clear()
             gradient.bad_elsewhere = None
 
-    def _open(self, unit: LiveUnit) -> _Filling:
-        gradient = self._gradients.open(unit)
-        use = self._uses[self._next]
+    def _open(self, gradient: UnitGradient) -> _Filling:
+        unit, use = gradient.unit, self._uses[self._next]
         if use is not None and not use.done:
             self._gradients.meter.wait_for(use)
         buffer = self._fills[self._next]
@@ -197,24 +195,26 @@ class Reducer:
                 "already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(gradient_accumulation_steps=...), so that updates wait for optimizer.step()."
             )
-        self._receive(self._gradients.open(unit), False, None, nothing)
+        self._receive(unit, False, None, nothing)
 
-    def _receive(self, gradient: UnitGradient, here: bool, mine: torch.Tensor | None, flags: Flags) -> None:
-        """On the collective lane: reduce a gradient into its buffer. `here`: the gradient was announced.
+    def _receive(self, unit: LiveUnit, here: bool, mine: torch.Tensor | None, flags: Flags) -> None:
+        """On the collective lane: reduce a unit's gradient into its buffer. `here`: the gradient was announced.
 
         The buffer is asked for only now, so what frees a buffer is never behind what waits for one. Raises BudgetError
         if there is no room, or none within the time after which ranks give each other up.
         """
-        unit, ended, opened = gradient.unit, Handle(COLLECTIVE), threading.Event()
+        ended, opened = Handle(COLLECTIVE), threading.Event()
+        received: list[UnitGradient] = []
 
-        def deliver() -> Handle:
+        def deliver(gradient: UnitGradient) -> Handle:
+            received.append(gradient)
             opened.set()
             return ended
 
         try:
-            self._driver.tell(self._driver.scheduler.reduce, unit.index, here, gradient, deliver)
-            self._await_buffer(gradient, opened)
-            self._reduce(unit.spec, mine, flags, gradient)
+            self._driver.tell(self._driver.scheduler.reduce, unit.index, here, self._gradients.new(unit), deliver)
+            self._await_buffer(unit, opened)
+            self._reduce(unit.spec, mine, flags, received[0])
         except BaseException as error:
             ended.finish(error)
             raise
@@ -223,15 +223,14 @@ class Reducer:
     def _give_up(self, filling: _Filling, handle: Handle, error: BaseException | None) -> None:
         """Ranks have not come to a reduction: its gradient is lost."""
         if error is not None and not filling.received:
-            gradient = filling.gradient
-            self._driver.tell(self._driver.scheduler.reduce, gradient.unit.index, True, gradient, lambda: handle)
+            self._driver.tell(self._driver.scheduler.reduce, filling.gradient.unit.index, True, None, lambda _: handle)
 
-    def _await_buffer(self, gradient: UnitGradient, opened: threading.Event) -> None:
+    def _await_buffer(self, unit: LiveUnit, opened: threading.Event) -> None:
         deadline = time.monotonic() + rank_timeout_s()
         while not opened.wait(_LOOK_S):
             hopeless = time.monotonic() > deadline or self._driver.ask(lambda: self._driver.scheduler.buffers_exhausted)
             if hopeless and not opened.is_set():  # it may have got the buffer since it looked
-                self.refuse(gradient)
+                self.refuse(unit)
 
     def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, gradient: UnitGradient | None) -> None:
         """On the collective lane: the mean of every rank's gradient, to `gradient` if there is one. `mine` is this

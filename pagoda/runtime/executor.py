@@ -75,7 +75,9 @@ class Executor:
     # --- what compute asks ---
 
     def poll(self) -> None:
-        """Tell the scheduler about weights to which nothing refers any more."""
+        """Tell the scheduler about weights to which nothing refers any more. torch tells nobody that the last view of a
+        storage is gone, nor autograd that a graph is. So every event of compute begins with this question. It takes no
+        time while nothing is held."""
         for operation in [*self._held]:
             if self._leases.is_free(operation, self._units[operation.unit]) and operation in self._held:
                 self._held.remove(operation)
@@ -136,7 +138,8 @@ class Executor:
     def is_to_come(self, unit: LiveUnit) -> bool:
         """Whether the unit's latest requested update has not begun yet."""
         gradient = self._requested(unit)
-        return not self._asynchronous and gradient is not None and not gradient.begun and not gradient.updated.done
+        queued = not self._asynchronous and self._scheduler.is_to_come(unit.index)
+        return queued and gradient is not None and not gradient.updated.done
 
     def _requested(self, unit: LiveUnit) -> UnitGradient | None:
         """The gradient of the unit's latest requested update."""
@@ -172,12 +175,13 @@ class Executor:
         for unit in self._units:  # the scheduler outlives this, with its records
             weights = self._scheduler.weights(unit.index)
             one_each = [weights.update, weights.asking, weights.guess, weights.unannounced]
-            records = [weights.requested]
+            records = [weights.requested, self._scheduler.gradient_of(unit.index)]
             for update in filter(None, (*one_each, *weights.later, *weights.sharing)):
                 update.payload = None
                 records.append(update.record)
             for record in filter(None, records):
                 record.payload = None
+        self._held.clear()
         self._gradients.let_go()
         return self._leases.close()
 
@@ -217,8 +221,8 @@ class Executor:
         if not self._scheduler.broken:
             return
         for unit in self._units:
-            gradient = self._requested(unit)
-            if gradient is not None and not gradient.begun and not gradient.written.done:
+            gradient = self._requested(unit) if self._scheduler.is_to_come(unit.index) else None
+            if gradient is not None and not gradient.written.done:
                 gradient.updated.finish(self.damage.cause)
                 gradient.written.finish(self.damage.cause)
 
@@ -301,7 +305,6 @@ class Executor:
         """The gradient's handles end with those of an update, once the scheduler knows what they say."""
         gradient: UnitGradient = update.record.payload
         updated, written = update.payload
-        gradient.begun = True
         updated.then(gradient.updated.finish)
         written.then(gradient.written.finish)
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +26,14 @@ from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.records import GradientRecord
+from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.waits import InFlight
 
 _WORTH_BYTES = 256 << 10
 """From this many bytes on, gradients of a unit are copied to its buffer before all of them exist."""
 
-Delivery = Callable[[], Handle]
+Delivery = Callable[["UnitGradient"], Handle]
 """Starts the copy of a part of a gradient to its buffer, which exists by then."""
 
 
@@ -48,7 +49,8 @@ class _Made(NamedTuple):
 
 
 class UnitGradient:
-    """The gradient of one unit in one step, from its first arrival to its update."""
+    """What the executor knows of the gradient of one unit in one step, from its first arrival to its update. The
+    scheduler's record of it alone holds this."""
 
     def __init__(self, unit: LiveUnit, shared: bool) -> None:
         """`shared`: ranks gather the updated weights after the update."""
@@ -58,13 +60,10 @@ class UnitGradient:
         self.made: list[_Made] = []
         """Gradients from autograd that will be copied to the buffer together."""
         self.hypers: dict[int, Hyper] = {}
-        """slot -> hyperparameters of its update."""
+        """slot -> hyperparameters of its update, for slots whose gradient it uses. Until the update is requested, this
+        is a guess, as are `segments`."""
         self.segments: tuple[Segment, ...] = ()
-        """The elements that its update changes. Until `step()`, this is a guess."""
-        self.taken = False
-        """Whether an update has taken it. Later arrivals belong to the next step."""
-        self.used: list[int] | None = None
-        """Slots whose gradient the update uses. Set when the update is queued."""
+        """The elements that its update changes."""
         self.arrivals = [0] * unit.trainable
         """Number of gradients that autograd has delivered for each parameter."""
         self.order = [0] * unit.trainable
@@ -83,8 +82,6 @@ class UnitGradient:
         before it."""
         self.weights = EMPTY
         """Where its update writes the weights."""
-        self.begun = False
-        """Whether its update was given to a lane and cannot be undone."""
         self.updated = Handle()
         """Ends when the update has written this rank's new weights."""
         self.shown = Handle() if shared else self.updated
@@ -110,9 +107,13 @@ class UnitGradient:
         counts = {self.arrivals[slot] for slot in self.unit.expected}
         return len(counts) == 1 and 0 not in counts
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the gradients that exist are large enough for a transfer."""
+        return bool(self.made) and (self.complete or sum(each.values.nbytes for each in self.made) >= _WORTH_BYTES)
+
     def request(self) -> None:
         """Its update is requested, with these hyperparameters."""
-        self.taken, self.used = True, list(self.hypers)
         for slot, hyper in self.hypers.items():
             self.unit.steps[slot] = hyper.step
 
@@ -152,13 +153,15 @@ class _Added(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class GradientBuffers:
-    """All gradients of a process.
+    """The gradients of a process: what the scheduler's records hold of them, and the memory that they are in.
 
     A unit's gradient has a home in RAM (with several waiting steps, one per step), or it shares the pages of `staging`
     with others. The scheduler decides which gradient gets which pages, and which gradients are on SSD.
     """
 
     _store: Store
+    _scheduler: Scheduler
+    _units: Sequence[LiveUnit]
     _lanes: dict[str, Lane]
     _device: Device
     meter: StepMeter
@@ -169,10 +172,6 @@ class GradientBuffers:
         self._adders = Lane("add", update_threads(torch.get_num_threads())) if adds else None
         """Adds gradients from a separate device."""
         self._arrivals = itertools.count()
-        self._opening = threading.Lock()
-        """Held while a gradient is created, by compute's thread or the collective lane's."""
-        self._of_step: dict[int, UnitGradient] = {}
-        """unit -> its gradient of this step. The scheduler's records of it hold the same object."""
         self.take_memory()
 
     def take_memory(self) -> None:
@@ -198,24 +197,23 @@ class GradientBuffers:
 
     def get(self, unit: LiveUnit) -> UnitGradient | None:
         """The unit's gradient of this step, if one has arrived and no update has taken it."""
-        gradient = self.latest(unit)
-        return None if gradient is None or gradient.taken else gradient
+        return _payload(self._scheduler.gradient_of(unit.index))
 
     def latest(self, unit: LiveUnit) -> UnitGradient | None:
         """The unit's gradient of this step, even if an update has taken it."""
-        return self._of_step.get(unit.index)
+        return _payload(self._scheduler.weights(unit.index).requested) if unit.updated else self.get(unit)
 
     def untaken(self) -> list[UnitGradient]:
         """The gradients of this step that no update has taken, in unit order."""
-        return [gradient for gradient in self.of_step().values() if not gradient.taken]
+        return [*filter(None, map(self.get, self._units))]
 
     def taken(self) -> list[UnitGradient]:
-        """The gradients of this step that an update has taken, in unit order."""
-        return [gradient for gradient in self.of_step().values() if gradient.taken]
+        """The gradients of this step that updates during backward have taken, in unit order."""
+        return [gradient for gradient in self.of_step().values() if gradient.unit.updated]
 
     def of_step(self) -> dict[int, UnitGradient]:
         """unit -> its gradient of this step, in unit order."""
-        return dict(sorted([*self._of_step.items()]))
+        return {gradient.unit.index: gradient for gradient in filter(None, map(self.latest, self._units))}
 
     def non_finite(self) -> tuple[int, int, int] | None:
         """The first gradient of this step that is NaN or infinite: the position of its arrival, its unit, and its slot.
@@ -223,36 +221,24 @@ class GradientBuffers:
         found = ((at[0], unit, at[1]) for unit, gradient in self.of_step().items() if (at := gradient.non_finite()))
         return min(found, default=None)
 
-    def open(self, unit: LiveUnit) -> UnitGradient:
-        """The unit's gradient of this step. It is created if necessary."""
-        with self._opening:
-            gradient = self.get(unit)
-            if gradient is None:
-                shared = self._store.plan.layout.gathers_after_update(unit.spec)
-                gradient = self._of_step[unit.index] = UnitGradient(unit, shared)
-            return gradient
+    def new(self, unit: LiveUnit) -> UnitGradient:
+        """What a record of the unit's gradient holds when the gradient begins."""
+        return UnitGradient(unit, shared=self._store.plan.layout.gathers_after_update(unit.spec))
 
-    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+    def add(self, gradient: UnitGradient, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
         """Take a parameter's gradient, to be stored in its buffer or added to it."""
-        gradient = self.open(unit)
         self.count(gradient, slot, accumulate)
-        grad = grad.to(self.arriving(unit)).contiguous().view(-1)
+        grad = grad.to(self.arriving(gradient.unit)).contiguous().view(-1)
         self._device.computing()
         gradient.made.append(_Made(slot, grad, self._device.fence(), accumulate))
-        return gradient
 
-    def is_due(self, gradient: UnitGradient) -> bool:
-        """Whether the gradients that exist are large enough for a transfer."""
-        nbytes = sum(each.values.nbytes for each in gradient.made)
-        return bool(gradient.made) and (gradient.complete or nbytes >= _WORTH_BYTES)
-
-    def gather(self, gradient: UnitGradient) -> tuple[Delivery, int]:
-        """One transfer of all existing gradients to the buffer, and its number of bytes.
+    def gather(self, gradient: UnitGradient) -> Delivery:
+        """One transfer of all existing gradients to the buffer.
 
         The copies run on the d2h lane, which also computes the sums of squares of the results in float64.
         """
         made, gradient.made = gradient.made, []
-        return partial(self._submit, gradient, made), sum(each.values.nbytes for each in made)
+        return partial(self._submit, made)
 
     def copy_of(self, gradient: UnitGradient, slot: int) -> torch.Tensor:
         """A copy of a parameter's gradient, flat, in the dtype and the memory of its buffer. The gradient has arrived,
@@ -300,7 +286,7 @@ class GradientBuffers:
             gradient.square_sums[slot] = math.fsum(sums)
 
         moved = 0 if unit.spec.on_host or on_device else values.nbytes
-        return lambda: self._lanes["d2h"].submit(store, (), moved, f"offload {spec.name}")
+        return lambda _: self._lanes["d2h"].submit(store, (), moved, f"offload {spec.name}")
 
     def _parts(self, unit: LiveUnit, slot: int) -> Iterator[tuple[int, Span]]:
         """This rank's elements of a parameter's gradient: where they begin in the parameter, and their place in the
@@ -316,26 +302,8 @@ class GradientBuffers:
         gradient.arrivals[slot] = gradient.arrivals[slot] + 1 if accumulate else 1
         gradient.order[slot] = next(self._arrivals)
 
-    def drop(self) -> None:
-        """Drop every gradient that no update has taken, once nothing moves it."""
-        for gradient in self.untaken():
-            self._forget(gradient)
-            for handle in list(gradient.pending):
-                handle.wait_until_done()
-
-    def forget_taken(self) -> None:
-        """The step is over: forget the gradients that updates have taken."""
-        for gradient in self.taken():
-            self._forget(gradient)
-
-    def _forget(self, gradient: UnitGradient) -> None:
-        with self._opening:
-            if self.latest(gradient.unit) is gradient:  # else another rank has begun the next step
-                del self._of_step[gradient.unit.index]
-
-    def hold_back(self, gradient: UnitGradient, nbytes: int) -> None:
-        """Limit the bytes on their way to buffers. The gradient's latest transfer has `nbytes`."""
-        self._in_flight.add(gradient.pending[-1], nbytes)
+    def hold_back(self) -> None:
+        """Wait while too many bytes are on their way to buffers."""
         self.meter.hold_back(self._in_flight, self._most_in_flight)
 
     # --- operations ---
@@ -345,7 +313,7 @@ class GradientBuffers:
         assert operation.gradient is not None
         gradient: UnitGradient = operation.gradient.payload
         self._place(gradient, operation)
-        handle: Handle = operation.delivery()
+        handle: Handle = operation.delivery(gradient)
         gradient.pending.append(handle)
         return handle
 
@@ -376,10 +344,7 @@ class GradientBuffers:
         ).square_sum()
 
     def let_go(self) -> None:
-        """Let go of all extents and buffers."""
-        for gradient in self._of_step.values():
-            gradient.place = None
-        self._of_step.clear()
+        """Let go of all buffers."""
         self._bounce = Ring(())
 
     def close(self) -> None:
@@ -409,7 +374,7 @@ class GradientBuffers:
             self._staging.part(operation.run).tensor, self._store.dtype(gradient.unit.index, GRAD), elements
         )
 
-    def _submit(self, gradient: UnitGradient, made: list[_Made]) -> Handle:
+    def _submit(self, made: list[_Made], gradient: UnitGradient) -> Handle:
         unit = gradient.unit
 
         def take() -> Event:
@@ -425,10 +390,12 @@ class GradientBuffers:
             return PAST
 
         stays = unit.spec.on_host or self._store.lives_on_device(unit.index, GRAD)
-        moved = 0 if stays else sum(each.values.nbytes for each in made)
+        nbytes = sum(each.values.nbytes for each in made)
         # A store follows earlier stores in the device's queue. An addition needs the earlier gradients to have arrived.
         after = gradient.pending if any(each.accumulate for each in made) else ()
-        return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
+        handle = self._lanes["d2h"].submit(take, after, 0 if stays else nbytes, f"offload {unit.spec.name}")
+        self._in_flight.add(handle, nbytes)
+        return handle
 
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
         """Store or add a flat gradient of shape [n]. The sum of squares is that of the result. Runs on the d2h lane."""
@@ -464,6 +431,10 @@ class GradientBuffers:
             return Arrival((), lambda: sums)
         starts = range(0, grad.numel(), self._bounced)
         return Arrival([_Added([adders.submit(partial(take, at)) for at in starts])], lambda: sums)
+
+
+def _payload(record: GradientRecord | None) -> UnitGradient | None:
+    return None if record is None else record.payload
 
 
 def non_finite_error(name: str) -> NonFiniteGradientError:

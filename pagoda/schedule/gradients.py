@@ -2,10 +2,11 @@
 
 This file has decisions only. The tensors of gradients are in `runtime/gradients.py`.
 
-A record is the gradient of a unit for one step. The first OFFLOAD of the step creates it, and it ends when its update
-has used it. If a unit's gradients have homes in RAM, one home is the record's permanent buffer. The other records share
-the pages for buffers. If a complete gradient will wait for its update on SSD, it is written there at once, and keeps
-its buffer until another gradient needs the pages. So a gradient that is used soon is never read back from SSD.
+A record is the gradient of a unit for one step. It begins when autograd or another rank makes the first part of it, and
+it ends when its update has used it. If a unit's gradients have homes in RAM, one home is the record's permanent buffer.
+The other records share the pages for buffers. If a complete gradient will wait for its update on SSD, it is written
+there at once, and keeps its buffer until another gradient needs the pages. So a gradient that is used soon is never
+read back from SSD.
 """
 
 from bisect import insort
@@ -57,17 +58,24 @@ class Gradients:
 
     # --- events ---
 
-    def add(self, unit: int, step: int, complete: bool, payload: Any, delivery: Any) -> GradientRecord:
+    def begin(self, unit: int, step: int, payload: Any = None) -> GradientRecord:
+        """The record of this step. It begins here, with this payload, if the unit has none."""
+        record = self._records.get(unit)
+        if record is None:
+            record = self._records[unit] = GradientRecord(unit, step, payload=payload)
+        return record
+
+    def add(self, unit: int, step: int, complete: bool, delivery: Any) -> GradientRecord:
         """Autograd has made a gradient of a unit. `complete`: backward has finished with the unit."""
-        record = self._open(unit, step, payload)
+        record = self.begin(unit, step)
         record.complete = complete
         self._deliver(record, delivery)
         return record
 
-    def expect(self, unit: int, step: int, complete: bool, payload: Any) -> GradientRecord:
+    def expect(self, unit: int, step: int, complete: bool) -> GradientRecord:
         """As `add`, but ranks add up the gradient first. It needs no buffer until `reduce`: what frees buffers here may
         be what other ranks add up before it."""
-        record = self._open(unit, step, payload)
+        record = self.begin(unit, step)
         record.complete = complete
         record.to_reduce += 1
         self._to_reduce[unit].append(record)
@@ -79,7 +87,7 @@ class Gradients:
             record = self._to_reduce[unit].pop(0)
             record.to_reduce -= 1
         else:
-            record = self._open(unit, step, payload)
+            record = self.begin(unit, step, payload)
         self._deliver(record, delivery)
 
     def moved(self, kind: Kind, record: GradientRecord, failed: bool) -> None:
@@ -153,10 +161,19 @@ class Gradients:
         return record
 
     def take_all(self) -> list[GradientRecord]:
-        """Hand over the records of this step of all units that have one, in the order of units."""
-        return [self.take(unit) for unit in sorted(self._records)]
+        """Hand over the records of this step of all units that have one, in the order of units. Those to which nothing
+        has come, because of an error, are dropped."""
+        taken = [self.take(unit) for unit in sorted(self._records)]
+        for record in taken:
+            if record.lacks_buffer and record.arrived and not record.clean:
+                self.drop(record)
+        return [record for record in taken if not record.dropped]
 
     # --- questions ---
+
+    def of(self, unit: int) -> GradientRecord | None:
+        """The record of this step of a unit. None if it has none, or an update has taken it."""
+        return self._records.get(unit)
 
     def usable(self, record: GradientRecord) -> bool:
         """Whether an update can read a gradient now. If not, it is brought to RAM."""
@@ -255,13 +272,6 @@ class Gradients:
             self._spilled[record] = None
         self._changed(record)
         self._begin(kind, record)
-
-    def _open(self, unit: int, step: int, payload: Any) -> GradientRecord:
-        """The record of this step."""
-        record = self._records.get(unit)
-        if record is None:
-            record = self._records[unit] = GradientRecord(unit, step, payload=payload)
-        return record
 
     def _deliver(self, record: GradientRecord, delivery: Any) -> None:
         """Something is there for a record's buffer."""

@@ -11,7 +11,7 @@ from pagoda.schedule.lateness import Lateness
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import NOT_REPORTED, Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
-from pagoda.schedule.records import GradientRecord, Lease, Weights
+from pagoda.schedule.records import GradientRecord, Lease, UpdateState, Weights
 from pagoda.schedule.served import Found
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
@@ -93,20 +93,23 @@ class Scheduler:
         self.updates.ask_again(unit)
         self._pump()
 
-    def gradient(
-        self, unit: int, complete: bool, last: bool, payload: Any = None, delivery: Any = None, reduced: bool = False
-    ) -> None:
+    def begin_gradient(self, unit: int, payload: Any = None) -> None:
+        """Autograd makes a part of a unit's gradient of this step, of which `gradient` will tell. If it is the first,
+        the gradient begins. `payload` is then what the executor knows of it."""
+        self.gradients.begin(unit, self.steps, payload)
+
+    def gradient(self, unit: int, complete: bool, last: bool, delivery: Any = None, reduced: bool = False) -> None:
         """Autograd has made a gradient of a unit.
 
         `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
-        `step()`. `payload`: what the executor knows of the unit's gradient of this step. `delivery`: what it knows of
-        this part of it. Compute must wait while `held_back`. `reduced`: ranks add it up first, so `reduce` follows.
+        `step()`. `delivery`: what the executor knows of this part of the unit's gradient of this step. Compute must
+        wait while `held_back`. `reduced`: ranks add it up first, so `reduce` follows.
         """
         self.updates.undo(unit)
         if reduced:
-            record = self.gradients.expect(unit, self.steps, complete, payload)
+            record = self.gradients.expect(unit, self.steps, complete)
         else:
-            record = self.gradients.add(unit, self.steps, complete, payload, delivery)
+            record = self.gradients.add(unit, self.steps, complete, delivery)
         if complete and last:
             self.updates.ask_early(record)
         self._pump()
@@ -212,7 +215,7 @@ class Scheduler:
 
     def reduce(self, unit: int, here: bool, payload: Any = None, delivery: Any = None) -> None:
         """Ranks add up gradients of a unit now, and the mean needs its buffer. `here`: autograd has made one of them
-        here, of which `gradient` has told. `payload` and `delivery`: as for `gradient`."""
+        here, of which `gradient` has told. `payload`: as for `begin_gradient`. `delivery`: as for `gradient`."""
         if not here:
             self.updates.undo(unit)
         self.gradients.reduce(unit, self.steps, here, payload, delivery)
@@ -328,6 +331,16 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether nothing is under way. If compute waits now, it waits forever, because there is too little memory."""
         return self._under_way == 0
+
+    def gradient_of(self, unit: int) -> GradientRecord | None:
+        """A unit's gradient of this step. None if it has none, or an update has taken it."""
+        return self.gradients.of(unit)
+
+    def is_to_come(self, unit: int) -> bool:
+        """Whether the latest update of a unit that accesses see or wait for has not begun."""
+        weights, waiting = self.versions.of[unit], (UpdateState.QUEUED, UpdateState.LOADING)
+        updates = [update for update in (weights.update, *weights.later) if update and update.state in waiting]
+        return any(update.record is weights.requested for update in updates)
 
     def gradient_is_here(self, unit: int) -> bool:
         """Whether compute can read the gradient that it was lent."""

@@ -17,23 +17,24 @@ AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
 
 
 class InFlight(Generic[AnyTransfer]):
-    """Transfers that compute has started and has not waited for. Only compute uses it."""
+    """Transfers that compute has not waited for. One thread at a time adds some, and compute alone takes them out."""
 
     def __init__(self) -> None:
         self._transfers: deque[tuple[AnyTransfer, int]] = deque()
-        self._nbytes = 0
+        self._added = self._taken = 0
+        """Bytes of all transfers so far."""
 
     def add(self, transfer: AnyTransfer, nbytes: int) -> None:
         """A transfer of `nbytes` was started."""
         self._transfers.append((transfer, nbytes))
-        self._nbytes += nbytes
+        self._added += nbytes
 
     def over(self, most: int) -> Iterator[AnyTransfer]:
         """The oldest transfers, one after another, while they have ended or more than `most` bytes are on their way.
         Compute waits for each."""
-        while self._transfers and (self._transfers[0][0].done or self._nbytes > most):
+        while self._transfers and (self._transfers[0][0].done or self._added - self._taken > most):
             transfer, nbytes = self._transfers.popleft()
-            self._nbytes -= nbytes
+            self._taken += nbytes
             yield transfer
 
 

@@ -105,6 +105,15 @@ def test_reading_a_gradient_keeps_a_speculative_update_and_writing_one_calls_it_
         assert units_of(Kind.UPDATE, end_all(scheduler)) == ([0] if writes else [])
 
 
+def test_a_gradient_to_which_nothing_has_come_updates_nothing() -> None:
+    scheduler = Scheduler(plan(frames=4))
+    scheduler.begin_gradient(0)  # before an error in backward
+    scheduler.gradient(1, complete=True, last=True)
+    scheduler.end_step()
+    assert units_of(Kind.UPDATE, end_all(scheduler)) == [1]
+    assert scheduler.drained
+
+
 def run_first(scheduler: Scheduler) -> list[Operation]:
     scheduler.access(Access(0, Phase.FORWARD))
     return scheduler.take()

@@ -163,17 +163,9 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            self._place(operation.gradient.payload, operation)\n",
             "            pass\n",
         ),
-        "a gradient of the step before stays": (
-            "                del self._of_step[gradient.unit.index]",
-            "                pass",
-        ),
         "norms are read before gradients have arrived": (
             "        wait_all(list(self.pending))",
             "        pass",
-        ),
-        "two gradients of a step are opened for one unit": (
-            "            if gradient is None:\n                shared",
-            "            if True:\n                shared",
         ),
     },
     updates: {
@@ -370,7 +362,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "(announced,), nbytes",
         ),
         "a gradient is reduced before it has a buffer": (
-            "            self._await_buffer(gradient, opened)\n",
+            "            self._await_buffer(unit, opened)\n",
             "",
         ),
         "a buffer is filled while it is reduced": (

@@ -112,6 +112,14 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     gradients: {
+        "two gradients of a step begin for one unit": (
+            "        if record is None:\n            record = self._records[unit]",
+            "        if True:\n            record = self._records[unit]",
+        ),
+        "a gradient of the step before stays": (
+            "record = self._records.pop(unit)",
+            "record = self._records[unit]",
+        ),
         "a gradient buffer is taken while it moves": (
             "        if record.dropped and not record.busy:\n"
             "            self._free(record)\n"
