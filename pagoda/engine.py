@@ -114,7 +114,7 @@ class Engine:
         side_by_side = not plan.layout.weight.copied  # else updates share a work area
         on_cpu = device.torch_device.type == "cpu"
         threads = update_threads(torch.get_num_threads()) if side_by_side else 1
-        self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
+        self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side, self._meter.worked)
         self.rule = rule
         moves = bool(plan.placement.speculated) or plan.options.asynchronous
         for weight, kept in plan.layout.forms:
@@ -129,14 +129,10 @@ class Engine:
         executor = self._executor = Executor(
             self.scheduler, self.store, units, self.leases, self.gradients, updates, self._lanes["update"], device
         )
-        executor.driver.observe = self._meter.hold
         self.damage = executor.damage
         self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
         """Communication with the other ranks of this stage, if there are any."""
-        for lane in self._lanes.values():
-            lane.report = self._meter.worked
-        self.accesses = Accesses(plan, executor, self.leases, device, self._meter, self.rank_group)
-        self.accesses.owner = self
+        self.accesses = Accesses(self, plan, executor, self.leases, device, self._meter, self.rank_group)
         self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, self.rank_group)
         self.graphs.packing.register(units)
         self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)

@@ -103,6 +103,7 @@ class Accesses:
 
     def __init__(
         self,
+        owner: object,
         plan: Plan,
         executor: Executor,
         leases: Fetcher,
@@ -110,6 +111,8 @@ class Accesses:
         meter: StepMeter,
         rank_group: RankGroup | None,
     ) -> None:
+        """`owner` lives as long as anything that can access weights, such as a graph."""
+        self._owner = owner
         self.plan = plan
         self.turn = Turn(executor.driver)
         self._executor = executor
@@ -126,8 +129,6 @@ class Accesses:
         self._last: Access | None = None
         self._forks = forks()
         self.closed = False
-        self.owner: object = None
-        """An object that lives as long as anything that can access weights, such as a graph."""
         self.before_use: list[Callable[[], None]] = []
         """Functions that write to pages, or refuse, what the user has changed outside of them."""
         self.forget_states: Callable[[], None] = lambda: None

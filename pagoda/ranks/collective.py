@@ -17,7 +17,7 @@ from pagoda.plan.units import UnitSpec
 from pagoda.ranks.order import FIRST, Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
 from pagoda.ranks.transport import Group, Transport
 from pagoda.runtime.device import Device
-from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.lanes import Handle, Lane, Report, wait_all
 from pagoda.schedule.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ class Collectives:
     _device: Device
     _units: Sequence[LiveUnit]
     _scheduler: Scheduler
+    _report: Report
     take_part: dict[CollectiveKind, TakePart] = field(default_factory=dict)
     """How this rank takes part in collectives that only others want."""
     awaited: bool = False
@@ -61,7 +62,7 @@ class Collectives:
     def __post_init__(self) -> None:
         mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
         plan = self._scheduler.plan
-        self.lane = Lane(COLLECTIVE)
+        self.lane = Lane(COLLECTIVE, report=self._report)
         self.order = CollectiveOrder(
             transport,
             lambda kind, unit, version: self.take_part[kind](units[unit], version),

@@ -54,7 +54,8 @@ class RankGroup:
         store, units, device, driver, lanes = self._store, self._units, self._device, self._executor.driver, self._lanes
         self._shards = store.shards
         self._transport.connect(device.torch_device)
-        self.collectives = Collectives(self.mesh, self._transport, store.shards, device, units, driver.scheduler)
+        shards, report = store.shards, self._gradients.meter.worked
+        self.collectives = Collectives(self.mesh, self._transport, shards, device, units, driver.scheduler, report)
         buffers = self._open_buffers()
         if buffers is not None:
             self._reducer = Reducer(self.collectives, self._gradients, buffers, device, lanes["d2h"], driver)

@@ -53,7 +53,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         gradients = self._gradients
-        self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation), self.damage)
+        self.driver = Driver(self._scheduler, lambda op: self._do[op.kind](op), self.damage, gradients.meter.hold)
         self._asynchronous = self._store.plan.options.asynchronous
         self._do = {
             Kind.FETCH: self._fetch,

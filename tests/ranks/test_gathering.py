@@ -104,7 +104,8 @@ def collectives_of(table: Table, rank: int) -> Collectives:
     units: Any = [SimpleNamespace(index=0, spec=SimpleNamespace(name="unit"))]
     plan, weights = SimpleNamespace(units=(), during_backward=False), SimpleNamespace(edition=0)
     scheduler: Any = SimpleNamespace(position=0, trace=None, plan=plan, weights=lambda _: weights)
-    return Collectives(Mesh(World(rank, size), Ranks(size, size)), transport, shards, Device(), units, scheduler)
+    mesh = Mesh(World(rank, size), Ranks(size, size))
+    return Collectives(mesh, transport, shards, Device(), units, scheduler, lambda *_: None)
 
 
 def test_collectives_know_that_compute_waits_for_them() -> None:
