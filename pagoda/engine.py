@@ -45,6 +45,7 @@ from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.leases import Fetcher
 from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.needs import NeedsMeter
+from pagoda.runtime.next_update import Groups
 from pagoda.runtime.stats import StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
@@ -97,6 +98,7 @@ class Engine:
         self._second = second
         self._needs = None if second is None else NeedsMeter(device, second)
         self.units = units
+        self.groups = Groups(units)
         self.stats = StepStats()
         self.timeline: Timeline | None = None
         """The last recorded step."""
@@ -139,7 +141,16 @@ class Engine:
         self.uses = Uses(self.active_forwards, self.accesses, self.graphs.packing)
         self.saver = Saver()
         self.stepper = Stepper(
-            units, max_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages
+            units,
+            self.groups,
+            max_grad_norm,
+            rule,
+            self.gradients,
+            executor,
+            self.accesses,
+            scaler,
+            self.rank_group,
+            links.stages,
         )
         self._forks = forks()
         self._threads = Threads(self._lanes, updates, self.saver, self.rank_group)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from pagoda.ranks.rank_group import Counts, RankGroup
 from pagoda.ranks.stages import Stages, StepTerms
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient, non_finite_error
-from pagoda.runtime.next_update import Group, NextHypers, check_frozen, segments_of
+from pagoda.runtime.next_update import Groups, NextHypers, check_frozen, segments_of
 
 _APPLIED = (
     "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after every announced "
@@ -45,6 +45,7 @@ class Stepper:
     it."""
 
     _units: list[LiveUnit]
+    _groups: Groups
     _clip_grad_norm: float | None
     _rule: Rule
     gradients: GradientBuffers
@@ -61,10 +62,6 @@ class Stepper:
         """Receives gradients from autograd."""
         if self.rank_group is not None:
             self.rank_group.when_flushed(self._announce, self.refuse)
-        self.group_of: Callable[[LiveUnit, int], Group]
-        """Returns the param group of a parameter. The optimizer sets this and `groups`."""
-        self.groups: Callable[[], Sequence[Group]]
-        """All param groups, in order."""
         self.queued = 0
         """Number of updates queued so far. Each is of one unit."""
         self._early_hypers: NextHypers | None = None
@@ -141,9 +138,9 @@ class Stepper:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
         changes until then."""
         if self._early_hypers is None:
-            for group in self.groups():
+            for group in self._groups.all:
                 self._rule.after_step(group)  # raises before a unit is updated if a step cannot be taken
-            self._early_hypers = NextHypers(self.group_of, self._rule)
+            self._early_hypers = NextHypers(self._groups, self._rule)
         gradient.hypers = self._early_hypers.of(gradient.unit, lambda _: 1.0 / self.scaler.scale)
         gradient.segments = segments_of(gradient.unit, gradient.hypers)
 
@@ -271,7 +268,7 @@ class Stepper:
         Returns the norms of the gradients, or None if a scaled gradient was not finite and the step is skipped.
         """
         self.updates_have_begun()
-        hypers = NextHypers(self.group_of, self._rule if late else self._rule.on_time())
+        hypers = NextHypers(self._groups, self._rule if late else self._rule.on_time())
         self._check_kept(hypers)
         check_frozen(self._units)
         for unit in self._units:
@@ -367,12 +364,12 @@ class Stepper:
         self, gradients: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
     ) -> list[list[float]]:
         """By param group, the sums of squares of the gradients that this step uses and a norm counts."""
-        by_group: dict[int, list[float]] = {id(group): [] for group in self.groups()}
+        by_group: dict[int, list[float]] = {id(group): [] for group in self._groups.all}
         for gradient in gradients:
             for slot in self._used(gradient):
                 if not counts(gradient.unit.spec, slot):
                     continue
-                by_group[id(self.group_of(gradient.unit, slot))].append(gradient.square_sums[slot])
+                by_group[id(self._groups.of(gradient.unit, slot))].append(gradient.square_sums[slot])
         return list(by_group.values())
 
     def _used(self, gradient: UnitGradient) -> list[int]:
