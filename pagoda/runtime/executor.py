@@ -5,10 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pagoda.errors import NonFiniteGradientError, StorageError
+from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
+from pagoda.plan.tiers import HOST
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
@@ -38,6 +39,8 @@ class Executor:
     updates: UpdateStream
     _update_lane: Lane
     _device: Device
+    _share_weights: Callable[[UnitGradient, str], Handle] | None
+    """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes to an extent."""
     damage: Damage = field(default_factory=Damage)
     _held: list[Operation] = field(default_factory=list)
     """EVICT, OUTDATE and ASK of weights to which something still referred."""
@@ -48,8 +51,6 @@ class Executor:
     next."""
     capture: Capture | None = None
     """The checkpoint that is being written, if any."""
-    share: Callable[[UnitGradient, str], Handle] | None = None
-    """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes to an extent."""
 
     def __post_init__(self) -> None:
         gradients = self._gradients
@@ -104,6 +105,11 @@ class Executor:
         if error is not None and self._scheduler.spilling_fails:
             self.driver.tell(self._scheduler.try_again)
             raise error
+
+    def refuse_gradient(self, unit: LiveUnit) -> None:
+        """Raise the error for a gradient without a buffer."""
+        self.raise_spill_failure()
+        raise BudgetError(self._gradients.exhausted(unit), tier=HOST)
 
     def end_step(self, clipped: bool, changed: Collection[int], unused: Collection[int]) -> None:
         """`step()` was called. This is an event."""
@@ -279,7 +285,7 @@ class Executor:
         all_of([written, updated]).then(ended)
         kept = None if operation.run is None else self._copy_old_states(operation, operation.run)
         used = partial(tell, scheduler.gradient_used, operation)
-        retried = guess is None and self.share is None  # other ranks would wait
+        retried = guess is None and self._share_weights is None  # other ranks would wait
         suspended = partial(tell, self._note_drive_error) if retried else None
         self.updates.submit(
             RunningUpdate(gradient, gradient.segments, extents, guess, kept, updated, written, used, suspended)
@@ -313,10 +319,10 @@ class Executor:
         guess.written.then(lambda _: guess.close())
 
     def _share(self, operation: Operation) -> None:
-        assert self.share is not None, "only ranks share"
+        assert self._share_weights is not None, "only ranks share"
         assert operation.gradient is not None
         gradient: UnitGradient = operation.gradient.payload
-        handle = self.share(gradient, self._store.extent(operation.unit, WEIGHT, operation.home))
+        handle = self._share_weights(gradient, self._store.extent(operation.unit, WEIGHT, operation.home))
         handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))
 

@@ -22,6 +22,9 @@ from pagoda.schedule.operations import Operation
 from pagoda.schedule.records import Lease as ScheduledLease
 from pagoda.schedule.scheduler import Scheduler
 
+Gather = Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle]
+"""Gathers the other ranks' slices of a unit next to this rank's, which lies in a lease once the given handle has ended,
+after compute has passed the event. Returns the handle of the whole."""
 _PIECE_BYTES = 8 << 20
 """Size of the pieces into which a fetch from SSD to RAM is cut, so that the lane's threads share it."""
 
@@ -66,16 +69,22 @@ class Fetcher:
     """
 
     def __init__(
-        self, store: Store, units: Sequence[LiveUnit], device: Device, lanes: dict[str, Lane], scheduler: Scheduler
+        self,
+        store: Store,
+        units: Sequence[LiveUnit],
+        device: Device,
+        lanes: dict[str, Lane],
+        scheduler: Scheduler,
+        gather: Gather | None,
     ) -> None:
+        """`gather` completes leases, if ranks may have slices of weights."""
         self._store = store
         self._units = units
         self._device = device
         self._lanes = lanes
         self._scheduler = scheduler
         self._page_bytes = store.plan.page_bytes
-        self.gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None = None
-        """With several ranks: gathers the other ranks' slices of a lease next to this rank's."""
+        self._gather = gather
         self._freed = PAST
         """The point that compute's queue had reached when frames were last freed. Later work does not read their old
         values."""
@@ -136,8 +145,8 @@ class Fetcher:
             base = frames.tensor(dtype, unit.spec.numel)
             target = frames.tensor(torch.uint8, whole_pages)
             ready = self._fill(unit, target, self._freed, (*after, *earlier))
-            if self.gather is not None:
-                ready = self.gather(unit, frames.tensor(dtype), ready, self._freed)
+            if self._gather is not None:
+                ready = self._gather(unit, frames.tensor(dtype), ready, self._freed)
         self._add(operation.about, LeasedWeights(unit, base, ready))
         return ready
 

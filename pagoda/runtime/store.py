@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
@@ -71,8 +71,6 @@ class Store:
         self._scheduler = scheduler
         self.shards = shards
         """The elements that the extents hold."""
-        self.assemble: Callable[[UnitSpec, str, int, torch.Tensor], None] | None = None
-        """Called on every rank at once: fills in the other ranks' elements of a state."""
         self._directories = directories
         self._device = device
         self._poison = poison
@@ -224,10 +222,8 @@ class Store:
         return [run for name in self.all_extents(unit, state) if (run := self.run(unit, name)) is not None]
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
-        """A copy of elements [start, start + count) of a unit's state, shape [count].
-
-        If ranks have slices of the state, every rank must ask for the same elements at once.
-        """
+        """A copy of elements [start, start + count) of a unit's state, shape [count]. Those that only other ranks have
+        are undefined: see `Collectives.completed`."""
         spec = self.plan.units[unit]
         extent = self.newest_extent(unit, state)
         if not self.shards.is_sliced(spec, state):
@@ -235,8 +231,6 @@ class Store:
         out = torch.empty(count, dtype=self.dtype(unit, state))
         for held in self._held(spec, state, start, start + count):
             out[held.start - start : held.stop - start] = self._read(unit, extent, held.at, len(held))
-        assert self.assemble is not None
-        self.assemble(spec, state, start, out)
         return out
 
     def _read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
