@@ -67,6 +67,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters and their settings, as in torch."""
         return self._engine.groups.all
 
     @param_groups.setter

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -23,29 +24,25 @@ from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
 
 
+@dataclass(eq=False, repr=False)
 class Giving:
     """Takes part in what other ranks gather, and answers those that ask this rank alone."""
 
-    def __init__(
-        self,
-        gathering: Gathering,
-        store: Store,
-        units: Sequence[LiveUnit],
-        executor: Executor,
-        landing: torch.Tensor | None,
-    ) -> None:
-        """`landing`, uint8: where weights arrive that only other ranks want."""
-        self._gathering = gathering
-        self._store = store
-        self._units = units
-        self._executor = executor
-        self._collectives = collectives = gathering.collectives
+    _gathering: Gathering
+    _store: Store
+    _units: Sequence[LiveUnit]
+    _executor: Executor
+    _landing: torch.Tensor | None
+    """Weights that only other ranks want arrive here, uint8."""
+
+    def __post_init__(self) -> None:
+        self._collectives = collectives = self._gathering.collectives
         self._shards, self._edition = collectives.shards, collectives.edition
         self._reading = threading.Lock()
         """Held while the window is in use."""
-        self.take_memory(landing)
+        self.take_memory(self._landing)
         collectives.take_part |= {CollectiveKind.GATHER: self._give, CollectiveKind.SHARE: self._share_unasked}
-        requests = gathering.requests
+        requests = self._gathering.requests
         self._service = None if requests is None else Service(requests, self._answer)
 
     def take_memory(self, landing: torch.Tensor | None) -> None:

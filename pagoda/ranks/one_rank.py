@@ -9,7 +9,7 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.rank_group import Factors, SquareSums
-from pagoda.runtime.gradients import GradientBuffers, UnitGradient
+from pagoda.runtime.gradients import GradientBuffers
 
 T = TypeVar("T")
 
@@ -26,19 +26,10 @@ class OneRank:
         self.arrivals = gradients
         """The receiver of autograd's gradients."""
 
-    # --- as `Collectives` ---
+    def _nothing(self, *_: object) -> None:
+        """There is nobody to tell, to wait for or to leave, and nothing to reduce."""
 
-    def begin_access(self, recorded: bool) -> None:
-        """There is nobody to tell."""
-
-    def begin_forward(self) -> None:
-        """There is nobody to tell."""
-
-    def end_forward(self, recorded: bool) -> None:
-        """There is nobody to tell."""
-
-    def agree_to_change(self, what: str) -> None:
-        """There is nobody to wait for."""
+    begin_forward = end_forward = begin_access = agree_to_change = arrived = flush = take_memory = close = _nothing
 
     def announce(self, what: str, value: T) -> list[T]:
         """This rank's value."""
@@ -54,14 +45,6 @@ class OneRank:
         """The elements of this rank, which has all."""
         return mine
 
-    # --- as `RankGroup` ---
-
-    def arrived(self, gradient: UnitGradient, last: bool) -> None:
-        """Nothing is reduced."""
-
-    def flush(self) -> None:
-        """Nothing is reduced."""
-
     def drop_gradients(self) -> bool:
         """Whether this rank drops its gradients now."""
         return True
@@ -71,9 +54,3 @@ class OneRank:
         bad = self.arrivals.non_finite()
         sums = square_sums(self.arrivals.of_step().values(), lambda _unit, _slot: True)
         return sums, None if bad is None else self._units[bad[1]].name(bad[2])
-
-    def take_memory(self) -> None:
-        """It needs none."""
-
-    def close(self) -> None:
-        """There is nobody to leave."""

@@ -22,9 +22,6 @@ from pagoda.schedule.operations import Operation
 from pagoda.schedule.records import Lease as ScheduledLease
 from pagoda.schedule.scheduler import Scheduler
 
-Gather = Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle]
-"""Gathers the other ranks' slices of a unit next to this rank's, which lies in a lease once the given handle has ended,
-after compute has passed the event. Returns the handle of the whole."""
 _PIECE_BYTES = 8 << 20
 """Size of the pieces into which a fetch from SSD to RAM is cut, so that the lane's threads share it."""
 
@@ -75,9 +72,9 @@ class Fetcher:
         device: Device,
         lanes: dict[str, Lane],
         scheduler: Scheduler,
-        gather: Gather | None,
+        gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None,
     ) -> None:
-        """`gather` completes leases, if ranks may have slices of weights."""
+        """`gather`, with several ranks: gathers the other ranks' slices of a lease next to this rank's."""
         self._store = store
         self._units = units
         self._device = device
