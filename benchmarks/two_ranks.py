@@ -154,10 +154,8 @@ class Sent:
 
 def sent_of(trained: Any) -> tuple[int, int]:
     """The same of Pagoda's collectives, so far."""
-    together = trained.optimizer._engine.rank_group if isinstance(trained, Paged) else None
-    if together is None:
-        return 0, 0
-    groups = together.collectives.groups.values()
+    together = trained.optimizer._engine.collectives if isinstance(trained, Paged) else None
+    groups = getattr(together, "groups", {}).values()
     return sum(group.messages for group in groups), sum(group.sent_bytes for group in groups)
 
 

@@ -34,6 +34,9 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.second_placement import Needs, SecondPlacement
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD, update_threads
 from pagoda.process import forks
+from pagoda.ranks.collective import Collectives
+from pagoda.ranks.gathering import Gathering
+from pagoda.ranks.one_rank import OneRank
 from pagoda.ranks.rank_group import RankGroup
 from pagoda.ranks.stages import Links
 from pagoda.ranks.transport import Transport
@@ -46,6 +49,7 @@ from pagoda.runtime.leases import Fetcher
 from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.moving import may_move, move_states
 from pagoda.runtime.needs import NeedsMeter
+from pagoda.runtime.next_update import Groups
 from pagoda.runtime.stats import StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
@@ -98,6 +102,7 @@ class Engine:
         self._second = second
         self._needs = None if second is None else NeedsMeter(device, second)
         self.units = units
+        self.groups = Groups(units)
         self.stats = StepStats()
         self.timeline: Timeline | None = None
         """The last recorded step."""
@@ -111,43 +116,46 @@ class Engine:
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, mesh)
         self.scheduler = open_scheduler(plan, mesh.everyone.rank if mesh.everyone.size > 1 else None)
-        self.store = Store(plan, directories, poison, device, shards, self.scheduler)
+        store = self.store = Store(plan, directories, poison, device, shards, self.scheduler)
         side_by_side = not plan.layout.weight.copied  # else updates share a work area
         on_cpu = device.torch_device.type == "cpu"
         threads = update_threads(torch.get_num_threads()) if side_by_side else 1
-        self._lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side)
+        lanes = open_lanes(len(directories), threads, on_cpu, on_cpu and side_by_side, self._meter.worked)
+        self._lanes = lanes
         self.rule = rule
         for weight, kept in plan.layout.forms:
             warm_up(rule, PRECISIONS[weight], kept, elsewhere=bool(plan.placement.pages(HOST, VERSIONS)))
             device.warm_up(rule, PRECISIONS[weight], kept)
-        self.gradients = GradientBuffers(self.store, self.scheduler, units, self._lanes, device, self._meter)
-        self.leases = Fetcher(self.store, units, device, self._lanes, self.scheduler)
-        updates = open_update_stream(self.store, self._lanes, rule, device)
+        gradients = GradientBuffers(store, self.scheduler, units, lanes, device, self._meter)
+        self.gradients = gradients
+        one = OneRank(mesh, units, gradients)
+        collectives = self.collectives = one if links.ranks is None else self._join(mesh, links.ranks)
+        gathering = one if isinstance(collectives, OneRank) else Gathering(collectives, store, lanes)
+        leases = self.leases = Fetcher(store, units, device, lanes, self.scheduler, gathering.gather)
+        updates = open_update_stream(store, lanes, rule, device)
         self.plan = plan
         """The current plan."""
         self._follow_trace()
         executor = self._executor = Executor(
-            self.scheduler, self.store, units, self.leases, self.gradients, updates, self._lanes["update"], device
+            self.scheduler, store, units, leases, gradients, updates, lanes["update"], device, gathering.share
         )
-        executor.driver.observe = self._meter.hold
         self.damage = executor.damage
-        self.rank_group = None if links.ranks is None else self._join(mesh, links.ranks)
-        """Communication with the other ranks of this stage, if there are any."""
-        for lane in self._lanes.values():
-            lane.report = self._meter.worked
-        self.accesses = Accesses(plan, executor, self.leases, device, self._meter, self.rank_group)
-        self.accesses.owner = self
-        self.graphs = GraphMemory(self.leases, self.accesses, self.store, self._lanes, device, self.rank_group)
+        accesses = self.accesses = Accesses(self, plan, executor, leases, device, self._meter, collectives)
+        group: RankGroup | OneRank = one
+        if not isinstance(gathering, OneRank):
+            group = RankGroup(gathering, store, units, gradients, device, lanes["d2h"], executor, accesses.tell)
+        self.rank_group = group
+        self.graphs = GraphMemory(leases, accesses, store, lanes, device)
         self.graphs.packing.register(units)
-        self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
-        self.uses = Uses(self.active_forwards, self.accesses, self.graphs.packing)
+        self.active_forwards = ActiveForwards(self.graphs.packing, accesses)
+        self.uses = Uses(self.active_forwards, accesses, self.graphs.packing)
         self.saver = Saver()
         self.stepper = Stepper(
-            units, max_grad_norm, rule, self.gradients, executor, self.accesses, scaler, self.rank_group, links.stages
+            units, self.groups, max_grad_norm, rule, gradients, executor, accesses, scaler, group, links.stages
         )
         self._forks = forks()
-        self._threads = Threads(self._lanes, updates, self.saver, self.rank_group)
-        self._dropped = weakref.finalize(self, end_dropped, self._threads, executor, self.store, self._forks)
+        self._threads = Threads(lanes, updates, self.saver, group)
+        self._dropped = weakref.finalize(self, end_dropped, self._threads, executor, store, self._forks)
         self._dropped.atexit = False  # `_close_all` is for that
         _OPEN.add(self)
 
@@ -237,8 +245,7 @@ class Engine:
             self.plan = self.accesses.plan = plan
             self._speculations = 0, 0
             for part in (self.gradients, self.leases, self._threads.updates, self.rank_group, self.graphs):
-                if part is not None:
-                    part.take_memory()
+                part.take_memory()
         except BaseException as error:
             self.damage.note(error)
             raise
@@ -253,7 +260,7 @@ class Engine:
     def of_all_ranks(self, what: str, mine: T) -> list[T]:
         """Every rank's value. All ranks call this at the same point of their programs, which `what` describes: if some
         are elsewhere, every rank raises UsageError."""
-        return [mine] if self.rank_group is None else self.rank_group.announce(what, mine)
+        return self.collectives.announce(what, mine)
 
     def restart_clock(self) -> None:
         """Count waits from now. Bytes that lanes have moved since the last step still count."""
@@ -437,15 +444,13 @@ class Engine:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
-        """Connect leases and gradients to the other ranks."""
-        rank_group = RankGroup(
-            mesh, transport, self.store, self.units, self.gradients, self.device, self._lanes, self._executor
-        )
-        self._lanes[COLLECTIVE] = rank_group.collectives.lane
-        self.leases.gather = rank_group.gathering.gather
-        self._executor.share = rank_group.gathering.share
-        return rank_group
+    def _join(self, mesh: Mesh, transport: Transport) -> Collectives:
+        """Connect to the other ranks of this stage."""
+        transport.connect(self.device.torch_device)
+        shards, report = self.store.shards, self._meter.worked
+        collectives = Collectives(mesh, transport, shards, self.device, self.units, self.scheduler, report)
+        self._lanes[COLLECTIVE] = collectives.lane
+        return collectives
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
         """`norms` are None if the step was skipped."""

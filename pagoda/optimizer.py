@@ -44,18 +44,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup], sync_steps: int = 0
     ) -> None:
         """`sync_steps`: the first steps that wait for their asynchronous updates."""
+        self._engine = engine
         self._warned_of_no_gradient = False
         self._states = {id(state.unit.params[state.slot]): state for state in all_states(engine)}
         params = {state.name: state.unit.params[state.slot] for state in self._states.values()}
         super().__init__(
             [{**group, "params": [params[name] for name in group["params"]]} for group in groups], rule.defaults()
         )
-        self._mark_grouped()
+        engine.groups.mark()
         _refuse_other_optimizers()
-        self._engine = engine
         self._sync_steps = sync_steps
-        engine.stepper.group_of = lambda unit, slot: self.param_groups[self._group_numbers[id(unit.params[slot])]]
-        engine.stepper.groups = lambda: self.param_groups
         self._in_model = Members(model, self._states)
         self._hooks = ModelHooks(model, engine)
         guard_merging(model)
@@ -66,6 +64,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._saving = threading.RLock()
         """Held by the thread that saves a checkpoint, until it has started to write it, or with `wait` has written
         it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters and their settings, as in torch."""
+        return self._engine.groups.all
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._engine.groups.all = groups
 
     @property
     def state(self) -> Any:
@@ -79,7 +86,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._shown_states.replace(mapping)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        super().__setstate__({key: value for key, value in state.items() if key not in ("state", "param_groups")})
+        if "param_groups" in state:  # an optimizer in place of which this one was made has the same list
+            self.param_groups[:] = state["param_groups"]
         if "state" in state:
             self.state = state["state"]
 
@@ -226,7 +235,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises UsageError for other parameters, because only `wrap` allocates optimizer state.
         """
-        if not hasattr(self, "_engine"):  # torch's constructor adds the groups that `wrap` was given
+        if not hasattr(self, "_hooks"):  # torch's constructor adds the groups that `wrap` was given
             super().add_param_group(param_group)
             return
         given = param_group["params"]
@@ -243,7 +252,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             if state.slot in state.unit.grouped:
                 raise UsageError(f"{state.name!r} is in a param group already.")
         super().add_param_group({**param_group, "params": params})
-        self._mark_grouped()
+        self._engine.groups.mark()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's own format, all of it in RAM: 8 bytes per parameter with AdamW. See
@@ -281,11 +290,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             for index, state in enumerate(self._members()):
                 check_entry(state, states.get(index, {}))
             self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
-            mine = self.param_groups
             super().load_state_dict({"state": {}, "param_groups": groups})
-            mine[:] = self.param_groups  # of an optimizer in place of which this one was made, too
-            self.param_groups = mine
-            self._mark_grouped()
+            self._engine.groups.mark()
             for index, state in enumerate(self._members()):
                 write_entry(state, states.get(index, {}))
             self._shown_states.forget()
@@ -452,16 +458,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         scale = self._engine.stepper.scaler.state_dict()
         return {"loss_scale": scale} if scale else {}
 
-    def _mark_grouped(self) -> None:
-        """Tell the units which of their parameters are in a group, and remember the number of each one's group."""
-        self._group_numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        for _, unit, slot in self._states.values():
-            if slot < unit.trainable:
-                (unit.grouped.add if id(unit.params[slot]) in self._group_numbers else unit.grouped.discard)(slot)
-
     def _check_members(self) -> None:
         """Raises UsageError if the lists of parameters in `param_groups` have been edited."""
-        if [*self._group_numbers] != [id(param) for group in self.param_groups for param in group["params"]]:
+        if self._engine.groups.edited:
             raise UsageError(
                 "The parameters in optimizer.param_groups have been changed since wrap() or add_param_group(). To add "
                 "parameters, use wrap(reserve=...) and add_param_group(); to stop training some, use "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pagoda.errors import UsageError
 from pagoda.process import forks, start_thread
+from pagoda.ranks.one_rank import OneRank
 from pagoda.ranks.rank_group import RankGroup
 from pagoda.runtime.capture import Saver
 from pagoda.runtime.executor import Executor
@@ -29,7 +30,7 @@ class Threads:
     lanes: Mapping[str, Lane]
     updates: UpdateStream
     saver: Saver
-    rank_group: RankGroup | None
+    rank_group: RankGroup | OneRank
 
     def end(self, stack: ExitStack) -> None:
         """Register calls with `stack` that finish the work of all threads and join them."""
@@ -39,8 +40,7 @@ class Threads:
         for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
             stack.callback(self.lanes[name].close)
         stack.callback(self.updates.close)
-        if self.rank_group is not None:
-            stack.callback(self.rank_group.close)
+        stack.callback(self.rank_group.close)
         stack.callback(self.saver.close)
 
 
@@ -62,7 +62,7 @@ def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) 
     closer = start_thread(_end, f"{THREAD_NAMES}closer", threads, executor, store)
     # The threads of a rank end only when all ranks have dropped their engines, so this does not wait for them. A thread
     # of an engine must not wait for itself.
-    if threads.rank_group is None and not threading.current_thread().name.startswith(THREAD_NAMES):
+    if threads.rank_group.mesh.size == 1 and not threading.current_thread().name.startswith(THREAD_NAMES):
         closer.join(_CLOSE_S)
 
 

@@ -15,7 +15,8 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
-from pagoda.ranks.rank_group import RankGroup
+from pagoda.ranks.collective import Collectives
+from pagoda.ranks.one_rank import OneRank
 from pagoda.runtime.device import Device
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.executor import Executor
@@ -108,13 +109,16 @@ class Accesses:
 
     def __init__(
         self,
+        owner: object,
         plan: Plan,
         executor: Executor,
         leases: Fetcher,
         device: Device,
         meter: StepMeter,
-        rank_group: RankGroup | None,
+        collectives: Collectives | OneRank,
     ) -> None:
+        """`owner` lives as long as anything that can access weights, such as a graph."""
+        self._owner = owner
         self.plan = plan
         self.turn = Turn(executor.driver, executor.poll)
         self._executor = executor
@@ -123,7 +127,7 @@ class Accesses:
         self._leases = leases
         self._device = device
         self.meter = meter
-        self._rank_group = rank_group
+        self.collectives = collectives
         self._uses = {phase: [0] * len(plan.units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         """Current uses of each unit, including an unfinished read."""
         self._reading: tuple[LiveUnit, Phase] | None = None
@@ -131,8 +135,6 @@ class Accesses:
         self._last: Access | None = None
         self._forks = forks()
         self.closed = False
-        self.owner: object = None
-        """An object that lives as long as anything that can access weights, such as a graph."""
         self.before_use: list[Callable[[], None]] = []
         """Functions that write to pages, or refuse, what the user has changed outside of them."""
         self.forget_states: Callable[[], None] = lambda: None
@@ -200,13 +202,11 @@ class Accesses:
 
     def begin_forward(self) -> None:
         """Compute begins a forward of the model for a step."""
-        if self._rank_group is not None:
-            self._rank_group.collectives.begin_forward()
+        self.collectives.begin_forward()
 
     def end_forward(self, recorded: bool) -> None:
         """Compute ends a forward of the model, for a step if that is `recorded`, else to evaluate."""
-        if self._rank_group is not None:
-            self._rank_group.collectives.end_forward(recorded)
+        self.collectives.end_forward(recorded)
 
     def edition(self, unit: LiveUnit) -> int:
         """How often a unit's weights were changed."""
@@ -257,8 +257,7 @@ class Accesses:
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
         self.end_read()
-        if self._rank_group is not None:
-            self._rank_group.collectives.begin_access(recorded)
+        self.collectives.begin_access(recorded)
         found, start = self._scheduler.finds(unit.index, _has_arrived), time.perf_counter()
         self.tell(self._scheduler.access, access, recorded)
         try:
@@ -312,8 +311,7 @@ class Accesses:
     def agree(self, what: str) -> None:
         """Return when all ranks do the named thing, which changes weights. Raises UsageError if some do another
         thing."""
-        if self._rank_group is not None:
-            self._rank_group.collectives.agree_to_change(what)
+        self.collectives.agree_to_change(what)
 
     def drain(self, show: bool = True) -> None:
         """Wait until every requested update has ended and every guess has been undone. `show`: later steps see all

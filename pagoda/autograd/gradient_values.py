@@ -12,6 +12,9 @@ from pagoda.autograd.accesses import LET_UPDATES_WAIT
 from pagoda.errors import UsageError
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.layout import GRAD
+from pagoda.ranks.one_rank import OneRank
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import UnitGradient
 
 if TYPE_CHECKING:
@@ -45,8 +48,8 @@ class GradientValues:
     divide experts, each reads and writes the gradients of its own experts, at the same point, too.
     """
 
-    def __init__(self, stepper: "Stepper") -> None:
-        self._stepper = stepper
+    def __init__(self, stepper: "Stepper", executor: Executor) -> None:
+        self._stepper, self._executor = stepper, executor
         self._accesses, self._gradients = stepper.accesses, stepper.gradients
         self._rank_group, self._scaler = stepper.rank_group, stepper.scaler
         self._late = self._accesses.plan.options.update_during_backward
@@ -83,7 +86,7 @@ class GradientValues:
         gradient = self._gradients.latest(unit)
         if gradient is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
-        if self._rank_group is None:
+        if isinstance(self._rank_group, OneRank):
             self._stepper.settle([gradient])
             square_sum = gradient.square_sums[slot]
         else:
@@ -117,7 +120,8 @@ class GradientValues:
             assert gradient is not None, "a marker stands for it"
             with self._lent(gradient):
                 kept = self._gradients.copy_of(gradient, slot)
-            kept = self._gradients.whole(gradient, slot, kept)
+            start = unit.spec.slots[slot].offset
+            kept = self._accesses.collectives.completed(unit.spec, GRAD, start, kept)
             return self._shown(unit, slot, kept.to(unit.blanks[slot].device))
 
     def write(
@@ -190,18 +194,16 @@ class GradientValues:
         if self._late:
             raise UsageError(TOO_LATE.format(f"{asked_by} on the gradient of {unit.name(slot)!r}"))
         self._accesses.check_usable()
-        group, what = self._rank_group, f"{asked_by} on the gradient of {unit.name(slot)!r}"
-        if group is not None:
-            if group.mesh.ranks.expert_parallel > 1 and unit.index in self._accesses.plan.layout.expert_units:
-                what = f"{asked_by} on the gradient of parameter {slot} of unit {unit.index}, an expert of each rank"
-            group.flush()
-            group.announce(what, None)
+        collectives, what = self._accesses.collectives, f"{asked_by} on the gradient of {unit.name(slot)!r}"
+        if collectives.mesh.ranks.expert_parallel > 1 and unit.index in self._accesses.plan.layout.expert_units:
+            what = f"{asked_by} on the gradient of parameter {slot} of unit {unit.index}, an expert of each rank"
+        self._rank_group.flush()
+        collectives.announce(what, None)
         gradient = self._gradients.get(unit)
         if gradient is not None:
             self._stepper.settle([gradient])
         yield
-        if group is not None:  # no rank goes on before all have read or written
-            group.announce(what, None)
+        collectives.announce(what, None)  # no rank goes on before all have read or written
 
     @contextmanager
     def _lent(self, gradient: UnitGradient) -> Iterator[None]:
@@ -209,8 +211,8 @@ class GradientValues:
         unit, scheduler = gradient.unit.index, self._stepper.scheduler
         self._accesses.tell(scheduler.lend_gradient, unit, True)
         try:
-            here, refuse = partial(scheduler.gradient_is_here, unit), partial(self._stepper.refuse, gradient.unit)
-            self._accesses.wait(here, "ssd_read", refuse)
+            refuse = partial(self._executor.refuse_gradient, gradient.unit)
+            self._accesses.wait(partial(scheduler.gradient_is_here, unit), "ssd_read", refuse)
             self._accesses.check_usable()
             yield
         finally:

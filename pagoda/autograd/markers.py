@@ -92,7 +92,7 @@ class MarkedGradient(Marked):
     @property
     def is_alone(self) -> bool:
         stepper = self._stepper()
-        return stepper is not None and stepper.rank_group is None
+        return stepper is not None and stepper.rank_group.mesh.size == 1
 
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Like `Marked.call`. A norm, and a product with a number, need no values."""

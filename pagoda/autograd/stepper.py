@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,12 +18,12 @@ from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.parameters.hidden import unseen
 from pagoda.parameters.unit import LiveUnit
-from pagoda.plan.tiers import HOST
+from pagoda.ranks.one_rank import OneRank
 from pagoda.ranks.rank_group import Counts, RankGroup
 from pagoda.ranks.stages import Stages, StepTerms
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient, non_finite_error
-from pagoda.runtime.next_update import Group, NextHypers, check_frozen, segments_of
+from pagoda.runtime.next_update import Groups, NextHypers, check_frozen, segments_of
 
 _APPLIED = (
     "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after every announced "
@@ -45,31 +45,24 @@ class Stepper:
     it."""
 
     _units: list[LiveUnit]
+    _groups: Groups
     _clip_grad_norm: float | None
     _rule: Rule
     gradients: GradientBuffers
     _executor: Executor
     accesses: Accesses
     scaler: LossScaler
-    rank_group: RankGroup | None
+    rank_group: RankGroup | OneRank
     _stages: Stages | None
 
     def __post_init__(self) -> None:
         self._options = self.accesses.plan.options
         self.scheduler = self._executor.driver.scheduler
-        self._arrivals = self.gradients if self.rank_group is None else self.rank_group.arrivals
-        """Receives gradients from autograd."""
-        if self.rank_group is not None:
-            self.rank_group.when_flushed(self._announce, self.refuse)
-        self.group_of: Callable[[LiveUnit, int], Group]
-        """Returns the param group of a parameter. The optimizer sets this and `groups`."""
-        self.groups: Callable[[], Sequence[Group]]
-        """All param groups, in order."""
         self.queued = 0
         """Number of updates queued so far. Each is of one unit."""
         self._early_hypers: NextHypers | None = None
         """The hyperparameters at the time when the first update before this `step()` was prepared."""
-        self.values = GradientValues(self)
+        self.values = GradientValues(self, self._executor)
         """The gradients of this step as tensors."""
 
     def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
@@ -92,7 +85,7 @@ class Stepper:
         gradient = self.begin(unit)
         if any(made.slot == slot for made in gradient.made):
             self._offload(gradient, last=False)
-        self._arrivals.add(gradient, slot, grad, accumulate)
+        self.rank_group.arrivals.add(gradient, slot, grad, accumulate)
         if announced is not None and gradient.arrivals[slot] > announced:
             raise UsageError(
                 f"{unit.name(slot)!r} received {gradient.arrivals[slot]} gradients since the last optimizer.step(), "
@@ -106,8 +99,8 @@ class Stepper:
             last = bool(gradient.segments)
         if gradient.is_due:
             self._offload(gradient, last)
-        elif self.rank_group is not None and gradient.complete:
-            self.rank_group.flush(last)
+        else:
+            self.rank_group.arrived(gradient, last)
 
     def begin(self, unit: LiveUnit) -> UnitGradient:
         """The unit's gradient of this step, which begins here if there is none."""
@@ -128,26 +121,18 @@ class Stepper:
         self.accesses.tell(self.scheduler.gradient, gradient.unit.index, gradient.complete, last, delivery)
         self._await_buffers(gradient)
 
-    def _announce(self, gradient: UnitGradient, last: bool) -> None:
-        """Tell the scheduler about a gradient that ranks will add up. Only then does it need a buffer."""
-        self.accesses.tell(self.scheduler.gradient, gradient.unit.index, gradient.complete, last, None, True)
-
     def _await_buffers(self, gradient: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
-        self.accesses.wait(lambda: self.scheduler.held_back is None, "d2h", lambda: self.refuse(gradient.unit))
-
-    def refuse(self, unit: LiveUnit) -> None:
-        """Raise the error for a unit's gradient without a buffer."""
-        self._executor.raise_spill_failure()
-        raise BudgetError(self.gradients.exhausted(unit), tier=HOST)
+        refuse = partial(self._executor.refuse_gradient, gradient.unit)
+        self.accesses.wait(lambda: self.scheduler.held_back is None, "d2h", refuse)
 
     def _prepare_early(self, gradient: UnitGradient) -> None:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
         changes until then."""
         if self._early_hypers is None:
-            for group in self.groups():
+            for group in self._groups.all:
                 self._rule.after_step(group)  # raises before a unit is updated if a step cannot be taken
-            self._early_hypers = NextHypers(self.group_of, self._rule)
+            self._early_hypers = NextHypers(self._groups, self._rule)
         gradient.hypers = self._early_hypers.of(gradient.unit, lambda _: 1.0 / self.scaler.scale)
         gradient.segments = segments_of(gradient.unit, gradient.hypers)
 
@@ -167,7 +152,7 @@ class Stepper:
 
     def _drop_with_others(self) -> None:
         """Drop the gradients of this step, on every rank."""
-        if self.rank_group is None or self.rank_group.drop_gradients():
+        if self.rank_group.drop_gradients():
             self._drop_gradients()
         self._forget_gradients()
 
@@ -201,16 +186,9 @@ class Stepper:
         Every rank must ask at the same point of its program, which `asked_by` names in errors. Raises
         NonFiniteGradientError if a gradient is NaN or infinite.
         """
-        if self.rank_group is not None:
-            self.rank_group.flush()
-        gradients = self.gradients.of_step().values()
-        self.settle(gradients)
-        if self.rank_group is not None:
-            square_sums, first = self.rank_group.norm_terms(asked_by, self._square_sums, self.values.factors)
-        else:
-            bad = self.gradients.non_finite()
-            first = None if bad is None else self._units[bad[1]].name(bad[2])
-            square_sums = self._square_sums(gradients)
+        self.rank_group.flush()
+        self.settle(self.gradients.of_step().values())
+        square_sums, first = self.rank_group.norm_terms(asked_by, self._square_sums, self.values.factors)
         if self._stages is not None:
             factors = frozenset(self.values.factor(gradient.unit, slot) for gradient, slot in self._shown())
             mine = StepTerms(square_sums, first, factors, self.scaler.used)
@@ -250,7 +228,7 @@ class Stepper:
         relative = [factor / largest for factor in factors]
         norm = total
         if any(abs(each) != 1.0 for each in relative):
-            if self.rank_group is not None or self._stages is not None:
+            if self.rank_group.mesh.size > 1 or self._stages is not None:
                 raise UsageError(
                     "On several ranks, the norm of gradients that were multiplied by different numbers is not known: "
                     "leave out wrap(max_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
@@ -275,7 +253,7 @@ class Stepper:
         Returns the norms of the gradients, or None if a scaled gradient was not finite and the step is skipped.
         """
         self.updates_have_begun()
-        hypers = NextHypers(self.group_of, self._rule if late else self._rule.on_time())
+        hypers = NextHypers(self._groups, self._rule if late else self._rule.on_time())
         self._check_kept(hypers)
         check_frozen(self._units)
         for unit in self._units:
@@ -294,7 +272,7 @@ class Stepper:
         except Exception as error:
             gradients = self.gradients.of_step()
             lost = any(handle.done and not handle.succeeded for each in gradients.values() for handle in each.pending)
-            lost = lost or self.rank_group is not None or isinstance(error, BudgetError)
+            lost = lost or self.rank_group.mesh.size > 1 or isinstance(error, BudgetError)
             if lost and any(unit.updated for unit in self._units):  # it can be neither taken nor dropped any more
                 self._executor.damage.note(error)
             raise
@@ -367,16 +345,14 @@ class Stepper:
             for gradient in gradients:
                 self.accesses.turn.waiting(gradient.settle)
 
-    def _square_sums(
-        self, gradients: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
-    ) -> list[list[float]]:
+    def _square_sums(self, gradients: Iterable[UnitGradient], counts: Counts) -> list[list[float]]:
         """By param group, the sums of squares of the gradients that this step uses and a norm counts."""
-        by_group: dict[int, list[float]] = {id(group): [] for group in self.groups()}
+        by_group: dict[int, list[float]] = {id(group): [] for group in self._groups.all}
         for gradient in gradients:
             for slot in self._used(gradient):
                 if not counts(gradient.unit.spec, slot):
                     continue
-                by_group[id(self.group_of(gradient.unit, slot))].append(gradient.square_sums[slot])
+                by_group[id(self._groups.of(gradient.unit, slot))].append(gradient.square_sums[slot])
         return list(by_group.values())
 
     def _used(self, gradient: UnitGradient) -> list[int]:

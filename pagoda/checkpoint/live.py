@@ -16,7 +16,6 @@ from pagoda.checkpoint.state import (
     ParameterState,
     Position,
     all_states,
-    gather_from_stage,
     states_of,
     unpaged,
 )
@@ -62,26 +61,25 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[ModelTen
     engine = next(iter(states.values())).engine
     with engine.settled():
         yield _live_weights(model, engine, states, all_ranks)
-        gather_from_stage(engine, "the end of reading all weights", None)
+        engine.of_all_ranks("the end of reading all weights", None)
 
 
 def _live_weights(
     model: nn.Module, engine: Engine, states: Mapping[str, ParameterState], all_ranks: bool
 ) -> ModelTensors:
     buffers = {name: constant(value) for name, value in unpaged(model)}
-    ranks = 1 if engine.rank_group is None else engine.rank_group.mesh.size
-    whole = _whole_tensors(engine, range(ranks if all_ranks else 1))
+    mesh = engine.links.mesh
+    whole = _whole_tensors(engine, range(mesh.size if all_ranks else 1))
     now = _names_in(model, engine, states)
     tensors = {
         state: {now.get(name, name): of[name] for name in of if name not in now or now[name]}
         for state, of in whole.items()
     }
-    is_first = engine.rank_group is None or engine.rank_group.mesh.rank == 0
     steps = [(state, state.unit.steps[: state.unit.trainable]) for state in all_states(engine)]
     trained = {state.whole for state, of_unit in steps if state.slot < len(of_unit) and of_unit[state.slot]}
     trained = {now.get(name, name) for name in trained}
     return ModelTensors(
-        f"The {type(model).__name__}", model_record(model), {**tensors, BUFFERS: buffers}, trained, is_first
+        f"The {type(model).__name__}", model_record(model), {**tensors, BUFFERS: buffers}, trained, mesh.rank == 0
     )
 
 
@@ -97,7 +95,7 @@ def _names_in(model: nn.Module, engine: Engine, states: Mapping[str, ParameterSt
         name = here.get((state.unit.index, state.slot), "")
         if name == state.name:
             continue
-        if state.spec.part is not None or engine.rank_group is not None:
+        if state.spec.part is not None or engine.links.mesh.size > 1:
             raise UsageError(
                 f"{state.name!r} is {name!r} in this model, or not in it: give the model that wrap() returned, as it "
                 "was then."
@@ -110,10 +108,10 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
     """State -> name in the user's model -> tensor, for weights and what else of their masters is stored."""
     parameters = all_states(engine)
     mine = [parameter.position for parameter in parameters]
-    by_part, group = [mine], engine.rank_group
-    if group is not None and (parts := group.mesh.ranks.expert_parallel) > 1:
-        apart = group.mesh.ranks.tensor_parallel
-        by_part = gather_from_stage(engine, "the positions of all weights", mine)[::apart][:parts]
+    by_part, ranks = [mine], engine.links.mesh.ranks
+    if (parts := ranks.expert_parallel) > 1:
+        of_all = engine.of_all_ranks("the positions of all weights", mine)
+        by_part = of_all[:: ranks.tensor_parallel][:parts]
     found: dict[str, dict[str, LazyTensor]] = {}
     for state in [state.name for state in engine.plan.layout.states if state.name in OF_WEIGHTS]:
         tiles: dict[str, list[tuple[Position, LazyTensor]]] = {}
@@ -152,11 +150,9 @@ def _whole(parameter: ParameterState, state: str) -> LazyTensor:
 def _of_part(parameter: ParameterState, mine: LazyTensor, part: int, receivers: Collection[int]) -> LazyTensor:
     """The same state of other experts: of the parameter in this unit and slot on rank `part` of those that divide
     experts. `mine` is this rank's."""
-    rank_group = parameter.engine.rank_group
-    assert rank_group is not None, "ranks divide experts"
 
     def read(start: int, count: int) -> torch.Tensor:
         what = f"unit {parameter.unit.index}, {parameter.slot}, of part {part}, from element {start}"
-        return rank_group.of_part(what, mine.read(start, count), part, receivers)
+        return parameter.engine.collectives.of_part(what, mine.read(start, count), part, receivers)
 
     return LazyTensor(mine.dtype, mine.shape, read)

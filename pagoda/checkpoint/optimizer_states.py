@@ -220,9 +220,8 @@ class OptimizerState:
 
     def _groups(self) -> list[dict[str, Any]]:
         """The `param_groups` with the names of their parameters, including those on other ranks."""
-        groups, rank_group = named(self._optimizer.param_groups), self._engine.rank_group
-        divides_experts = rank_group is not None and rank_group.mesh.ranks.expert_parallel > 1
-        if self._engine.links.stages is not None or divides_experts:
+        groups, links = named(self._optimizer.param_groups), self._engine.links
+        if links.stages is not None or links.mesh.ranks.expert_parallel > 1:
             return Contents.of(self._engine, groups).groups(groups)
         wholes = {state.name: name for name, whole in self._wholes.items() for state in whole.states}
         return [{**group, "params": list(dict.fromkeys(map(wholes.__getitem__, group["params"])))} for group in groups]

@@ -71,6 +71,8 @@ class ShownStates:
     def __init__(self, engine: Any, members: Callable[[], Iterable[ParameterState]]) -> None:
         """`members`: returns the state of each parameter in a group, in torch's order."""
         self._engine, self._members = engine, members
+        self.is_alone: bool = engine.links.mesh.size == 1
+        """Whether states can be read without other ranks."""
         self._mapping: MutableMapping[Any, Any] | None = None
         self._shown: dict[int, dict[str, Any]] = {}
         """Identity of a parameter -> its entry, as it was last shown. Empty if it has had an update and no states."""
@@ -82,11 +84,6 @@ class ShownStates:
         self._unseen = False
         self._copies = Copies("optimizer.state_dict()", _INSTEAD)
         engine.accesses.before_use += [self._copies.check, self.take]
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether states can be read without other ranks."""
-        return self._engine.rank_group is None
 
     @property
     def mapping(self) -> MutableMapping[Any, Any]:

@@ -121,19 +121,25 @@ class ParameterState(NamedTuple):
         if state == WEIGHT and MASTER in self.spans():
             return weights_of(self.read(MASTER), self.dtype)
         span = self.spans()[state]
-        return self.engine.store.read(self.unit.index, state, span.first, span.count).view(span.shape)
+        return self._reader(state, span)(0, span.count).view(span.shape)
 
     def lazy(self, state: str) -> LazyTensor:
         """Like `read`, but piece by piece."""
         if state == WEIGHT and MASTER in self.spans():
             master, dtype = self.lazy(MASTER), self.dtype
             return LazyTensor(dtype, master.shape, lambda start, count: weights_of(master.read(start, count), dtype))
-        store, index, span = self.engine.store, self.unit.index, self.spans()[state]
-        return LazyTensor(
-            store.dtype(index, state),
-            span.shape,
-            lambda start, count: store.read(index, state, span.first + start, count),
-        )
+        span, dtype = self.spans()[state], self.engine.store.dtype(self.unit.index, state)
+        return LazyTensor(dtype, span.shape, self._reader(state, span))
+
+    def _reader(self, state: str, span: ShapedSpan) -> Read:
+        """Reads elements of a state, counted from its first one. It does not keep the engine alive."""
+        store, collectives, unit = self.engine.store, self.engine.collectives, self.unit.spec
+
+        def read(start: int, count: int) -> torch.Tensor:
+            first = span.first + start
+            return collectives.completed(unit, state, first, store.read(unit.index, state, first, count))
+
+        return read
 
     def master(self) -> torch.Tensor:
         """A copy of the fp32 master. Without a master, the weights in fp32, or the bytes of quantized weights."""
@@ -296,9 +302,7 @@ class WholeState:
 
     @property
     def _mesh(self) -> Mesh:
-        rank_group = self.states[0].engine.rank_group
-        assert rank_group is not None, "one rank has all of a parameter"
-        return rank_group.mesh
+        return self.states[0].engine.links.mesh
 
 
 def whole_states(states: Mapping[str, ParameterState]) -> dict[str, WholeState]:
@@ -391,15 +395,9 @@ def overwrite_all(writes: Sequence[tuple[ParameterState, torch.Tensor]]) -> None
             state._overwrite(values.detach().cpu())
 
 
-def gather_from_stage(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """Gather a value from each rank of this pipeline stage, in rank order. They call it at the same point of their
-    programs, which `what` names in errors."""
-    return [mine] if engine.rank_group is None else engine.rank_group.announce(what, mine)
-
-
 def gather_from_all_stages(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """Like `gather_from_stage`, from the ranks of all pipeline stages, in the order of stages."""
-    of_stage, stages = gather_from_stage(engine, what, mine), engine.links.stages
+    """As `Engine.of_all_ranks`, from the ranks of all pipeline stages, in the order of stages."""
+    of_stage, stages = engine.of_all_ranks(what, mine), engine.links.stages
     return of_stage if stages is None else [*chain(*stages.announce(what, of_stage))]
 
 

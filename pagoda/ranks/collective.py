@@ -1,23 +1,26 @@
 """The lane `collective`: runs the collectives of all ranks, one after another."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from pagoda.errors import NonFiniteGradientError
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.ranks import ring_bytes
+from pagoda.plan.slices import Span
 from pagoda.plan.tiers import COLLECTIVE
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.order import FIRST, Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
 from pagoda.ranks.transport import Group, Transport
 from pagoda.runtime.device import Device
-from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.lanes import Handle, Lane, Report, wait_all
 from pagoda.schedule.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -44,6 +47,7 @@ class Collectives:
     _device: Device
     _units: Sequence[LiveUnit]
     _scheduler: Scheduler
+    _report: Report
     take_part: dict[CollectiveKind, TakePart] = field(default_factory=dict)
     """How this rank takes part in collectives that only others want."""
     awaited: bool = False
@@ -61,7 +65,7 @@ class Collectives:
     def __post_init__(self) -> None:
         mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
         plan = self._scheduler.plan
-        self.lane = Lane(COLLECTIVE)
+        self.lane = Lane(COLLECTIVE, report=self._report)
         self.order = CollectiveOrder(
             transport,
             lambda kind, unit, version: self.take_part[kind](units[unit], version),
@@ -193,6 +197,49 @@ class Collectives:
             self._section, self._backward = FIRST, None
             self._begin(_BETWEEN)
         return results[0]
+
+    def announce(self, what: str, value: T) -> list[T]:
+        """Every rank's value; all ranks call this at the same point of their programs."""
+        return self.on_all_ranks(what, lambda: self.transport.announce(value))
+
+    def of_each_forward(self, what: str, value: T) -> list[T]:
+        """As `announce`, but only of the ranks that run every block together: all ranks if experts are divided, else
+        those that divide tensors, else this one."""
+        if self.mesh.ranks.expert_parallel > 1:
+            return self.announce(what, value)
+        said = [value] * self.mesh.ranks.tensor_parallel
+        if len(said) > 1:
+            dist.all_gather_object(said, value, group=self.mesh.tensor.get_group())
+        return said
+
+    def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
+        """A part's counterpart of `mine`, which is a tensor of this rank's part of the experts. The first rank of the
+        part sends it to the `receivers`; on other ranks the result has no meaning. `what` names it in errors."""
+        mesh, found = self.mesh, mine
+        sender = mesh.ranks.tensor_parallel * part
+        sends = [(rank, mine) for rank in receivers if mesh.rank == sender and mesh.ranks.expert_part(rank) != part]
+        receives = []
+        if mesh.expert_index != part and mesh.rank in receivers:
+            found = torch.empty_like(mine)
+            receives = [(sender, found)]
+        self.on_all_ranks(what, lambda: self.transport.trade(sends, receives))
+        return found
+
+    def completed(self, spec: UnitSpec, state: str, start: int, mine: torch.Tensor) -> torch.Tensor:
+        """A state's elements from `start` on, of which `mine` has those of this rank. If ranks have slices of the
+        state, all of them call this at the same point."""
+        if not self.shards.is_sliced(spec, state):
+            return mine
+        out, group = mine.cpu(), self.sharers(spec)
+        stop, by_place = start + out.numel(), [self.shards.held(spec, state, rank) for rank in group.ranks]
+
+        def work() -> None:
+            for spans in zip_longest(*by_place, fillvalue=Span(start, start)):
+                parts = [span.within(start, stop) or Span(start, start) for span in spans]
+                group.gather(out, [(part.start - start, part.stop - start) for part in parts])
+
+        self.on_all_ranks(f"reading {state} of unit {spec.index} from element {start}", work)
+        return out
 
     def drop_gradients(self, made: bool) -> None:
         """Compute drops the gradients of this step. If it has `made` some, return once all ranks drop them."""

@@ -1,25 +1,19 @@
-"""RankGroup: the engine's interface to the other ranks."""
+"""RankGroup: the gradients of a step, of all ranks."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
-
 from pagoda.errors import UsageError
-from pagoda.mesh.mesh import Mesh
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.collective import reduce_buffers
-from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
-from pagoda.ranks.collective import Collectives
 from pagoda.ranks.gathering import Gathering
+from pagoda.ranks.giving import Giving
 from pagoda.ranks.mean import Buffers
 from pagoda.ranks.reducing import Reducer
-from pagoda.ranks.transport import Transport
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import GradientBuffers, UnitGradient
@@ -33,34 +27,38 @@ Counts = Callable[[UnitSpec, int], bool]
 """Whether a norm counts this rank's elements of a unit's parameter."""
 SquareSums = Callable[[Iterable[UnitGradient], Counts], list[list[float]]]
 """Returns the square sums of the gradients of a step, by param group."""
+Factors = Mapping[tuple[int, int], float]
+"""The factors by which gradients have been multiplied, by unit and slot."""
 
 
 @dataclass(eq=False, repr=False)
 class RankGroup:
-    """All communication of one engine with the engines of other ranks, in the order that `Order` decides."""
+    """What ranks do together with the gradients of a step: they add them up, take norms of all, and drop them. The
+    group also gives other ranks this rank's weights."""
 
-    mesh: Mesh
-    _transport: Transport
+    _gathering: Gathering
     _store: Store
     _units: Sequence[LiveUnit]
     _gradients: GradientBuffers
     _device: Device
-    _lanes: dict[str, Lane]
+    _copies: Lane
     _executor: Executor
+    _tell: Callable[..., None]
+    """Tells the scheduler an event of compute."""
     _reducer: Reducer | None = None
     """None if no two ranks have gradients of the same elements."""
 
     def __post_init__(self) -> None:
-        store, units, device, driver, lanes = self._store, self._units, self._device, self._executor.driver, self._lanes
-        self._shards = store.shards
-        self._transport.connect(device.torch_device)
-        self.collectives = Collectives(self.mesh, self._transport, store.shards, device, units, driver.scheduler)
-        buffers = self._open_buffers()
+        self.collectives, self._shards = self._gathering.collectives, self._store.shards
+        self.mesh, buffers, gradients = self.collectives.mesh, self._open_buffers(), self._gradients
         if buffers is not None:
-            self._reducer = Reducer(self.collectives, self._gradients, buffers, device, lanes["d2h"], driver)
-        self.gathering = Gathering(self.collectives, store, units, self._executor, lanes)
-        self.gathering.take_memory(None if buffers is None else buffers.landing)
-        store.assemble = self._assemble
+            self._reducer = Reducer(
+                self.collectives, gradients, buffers, self._device, self._copies, self._executor, self._tell
+            )
+        self.arrivals: GradientBuffers | Reducer = self._reducer or gradients
+        """The receiver of autograd's gradients."""
+        landing = None if buffers is None else buffers.landing
+        self._giving = Giving(self._gathering, self._store, self._units, self._executor, landing)
 
     def take_memory(self) -> None:
         """Take the memory that the store's plan, which is new, has for communication. Nothing is on its way."""
@@ -68,7 +66,8 @@ class RankGroup:
         if buffers is not None:
             assert self._reducer is not None, "all plans of a run have buffers, or none"
             self._reducer.use(buffers)
-        self.gathering.take_memory(None if buffers is None else buffers.landing)
+        self._gathering.take_memory()
+        self._giving.take_memory(None if buffers is None else buffers.landing)
 
     def _open_buffers(self) -> Buffers | None:
         store = self._store
@@ -77,48 +76,15 @@ class RankGroup:
         dtypes = {unit.index: self._gradients.arriving(unit) for unit in self._units}
         return Buffers.open(store.device or store.host, store.plan.layout, dtypes)
 
-    def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
-        """A part's counterpart of `mine`, which is a tensor of this rank's part of the experts. The first rank of the
-        part sends it to the `receivers`; on other ranks the result has no meaning. `what` names it in errors."""
-        mesh, found = self.mesh, mine
-        sender = mesh.ranks.tensor_parallel * part
-        sends = [(rank, mine) for rank in receivers if mesh.rank == sender and mesh.ranks.expert_part(rank) != part]
-        receives = []
-        if mesh.expert_index != part and mesh.rank in receivers:
-            found = torch.empty_like(mine)
-            receives = [(sender, found)]
-        self.collectives.on_all_ranks(what, lambda: self.collectives.transport.trade(sends, receives))
-        return found
-
-    @property
-    def arrivals(self) -> GradientBuffers | Reducer:
-        """The receiver of autograd's gradients."""
-        return self._reducer or self._gradients
-
-    def when_flushed(self, announce: Callable[[UnitGradient, bool], None], refuse: Callable[[LiveUnit], None]) -> None:
-        """Call `announce` with each gradient that ranks will add up, and `refuse`, which raises, with a unit for whose
-        mean there is no room."""
-        if self._reducer is not None:
-            self._reducer.announce, self._reducer.refuse = announce, refuse
+    def arrived(self, gradient: UnitGradient, last: bool) -> None:
+        """Autograd has made a gradient, and `arrivals` has it. Reduce the unit's gradient if that is complete."""
+        if gradient.complete:
+            self.flush(last)
 
     def flush(self, last: bool = False) -> None:
         """Reduce what has arrived since the last time."""
         if self._reducer is not None:
             self._reducer.flush(last)
-
-    def announce(self, what: str, value: T) -> list[T]:
-        """Every rank's value; all ranks call this at the same point of their programs."""
-        return self.collectives.on_all_ranks(what, lambda: self.collectives.transport.announce(value))
-
-    def of_each_forward(self, what: str, value: T) -> list[T]:
-        """As `announce`, but only of the ranks that run every block together: all ranks if experts are divided, else
-        those that divide tensors, else this one."""
-        if self.mesh.ranks.expert_parallel > 1:
-            return self.announce(what, value)
-        said = [value] * self.mesh.ranks.tensor_parallel
-        if len(said) > 1:
-            dist.all_gather_object(said, value, group=self.mesh.tensor.get_group())
-        return said
 
     def parameter_square_sums(self, what: str) -> dict[int, list[float]]:
         """Unit -> the square sum of each of its parameters' gradients, over all ranks.
@@ -151,15 +117,12 @@ class RankGroup:
             found.setdefault(unit.index, []).append(math.fsum(sums[number] for _, sums in said))
         return found
 
-    def norm_terms(
-        self, what: str, square_sums: SquareSums, factors: Mapping[tuple[int, int], float]
-    ) -> tuple[list[list[float]], str | None]:
+    def norm_terms(self, what: str, square_sums: SquareSums, factors: Factors) -> tuple[list[list[float]], str | None]:
         """The square sums of all ranks, by param group, and the name of the first parameter whose gradient is NaN or
         infinite on some rank.
 
         All ranks call this at the same point, which `what` names; earlier collectives have ended by then. The step's
-        gradients are looked up once all ranks are there. `factors` has the factors by which gradients have been
-        multiplied, by unit and slot. Raises UsageError on all ranks if they differ.
+        gradients are looked up once all ranks are there. Raises UsageError on all ranks if `factors` differ.
         """
         self.flush()
         changed = {key: factor for key, factor in factors.items() if factor != 1.0}
@@ -192,7 +155,7 @@ class RankGroup:
     def close(self) -> None:
         """Leave the others."""
         self.collectives.close()
-        self.gathering.close()
+        self._giving.close()
 
     def _marked(self) -> dict[int, UnitGradient]:
         """The gradients of this step by unit. Parameters show all of them from now on, also those that have arrived on
@@ -203,15 +166,3 @@ class RankGroup:
                 if slot not in gradient.unit.marked:
                     gradient.unit.mark(slot)
         return gradients
-
-    def _assemble(self, spec: UnitSpec, state: str, start: int, out: torch.Tensor) -> None:
-        """Complete `out`, a state's elements from `start` on, in which this rank's elements lie."""
-        group, stop = self.collectives.sharers(spec), start + out.numel()
-        by_place = [self._shards.held(spec, state, rank) for rank in group.ranks]
-
-        def work() -> None:
-            for spans in zip_longest(*by_place, fillvalue=Span(start, start)):
-                parts = [span.within(start, stop) or Span(start, start) for span in spans]
-                group.gather(out, [(part.start - start, part.stop - start) for part in parts])
-
-        self.collectives.on_all_ranks(f"reading {state} of unit {spec.index} from element {start}", work)

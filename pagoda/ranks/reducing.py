@@ -21,7 +21,7 @@ from pagoda.ranks.collective import Collectives
 from pagoda.ranks.mean import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction
 from pagoda.ranks.order import Call, CollectiveKind
 from pagoda.runtime.device import PAST, Device, Event
-from pagoda.runtime.driver import Driver
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import GradientBuffers, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 
@@ -70,16 +70,15 @@ class Reducer:
     _buffers: Buffers
     _device: Device
     _copies: Lane
-    _driver: Driver
+    _executor: Executor
+    _tell: Callable[..., None]
+    """Tells the scheduler an event of compute."""
     _filling: _Filling | None = None
     _next: int = 0
     """The buffer to fill next."""
 
     def __post_init__(self) -> None:
-        self.announce: Callable[[UnitGradient, bool], None]
-        """Tells the scheduler that a gradient will be reduced. The stepper sets this and `refuse`."""
-        self.refuse: Callable[[LiveUnit], None]
-        """Raises the error for a unit's gradient without a buffer."""
+        self._driver = self._executor.driver
         collectives, ranks = self._collectives, self._collectives.mesh.ranks
         self._early = self._driver.scheduler.plan.during_backward
         """Whether units are updated during backward."""
@@ -142,8 +141,9 @@ class Reducer:
         handle = self._collectives.submit(CollectiveKind.REDUCE, unit, work, (*filling.copies, announced), nbytes)
         gradient.pending.append(handle)
         self._uses[self._next ^ 1] = handle
-        try:
-            self.announce(gradient, last)  # after it has its turn, since what follows may share the updated weights
+        event = self._driver.scheduler.gradient
+        try:  # it is told once the reduction has its turn, since what follows may share the updated weights
+            self._tell(event, unit.index, gradient.complete, last, gradient, None, True)
         except BaseException as error:
             announced.finish(error)
             raise
@@ -230,7 +230,7 @@ class Reducer:
         while not opened.wait(_LOOK_S):
             hopeless = time.monotonic() > deadline or self._driver.ask(lambda: self._driver.scheduler.buffers_exhausted)
             if hopeless and not opened.is_set():  # it may have got the buffer since it looked
-                self.refuse(unit)
+                self._executor.refuse_gradient(unit)
 
     def _reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags, gradient: UnitGradient | None) -> None:
         """On the collective lane: the mean of every rank's gradient, to `gradient` if there is one. `mine` is this

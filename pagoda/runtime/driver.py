@@ -28,11 +28,17 @@ class Driver:
     and refuses to wait. Signals are held back in events, so this is a fault of Pagoda or of the system.
     """
 
-    def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None], damage: Damage) -> None:
-        """`execute` passes an operation to its lane. It may report the end at once."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        execute: Callable[[Operation], None],
+        damage: Damage,
+        observe: Callable[[Scheduler], None],
+    ) -> None:
+        """`execute` passes an operation to its lane. It may report the end at once. `observe` is called after events,
+        under the lock."""
         self.scheduler = scheduler
-        self.observe: Callable[[Scheduler], None] = lambda _: None
-        """Called after events, under the lock."""
+        self._observe = observe
         self._execute = execute
         self._damage = damage
         self._lock = threading.Lock()
@@ -90,7 +96,7 @@ class Driver:
                 event(*arguments)
                 for operation in self.scheduler.take():
                     self._execute(operation)
-            self.observe(self.scheduler)
+            self._observe(self.scheduler)
         except BaseException as error:
             self._note(error)
             raise

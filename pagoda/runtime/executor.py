@@ -5,10 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pagoda.errors import NonFiniteGradientError, StorageError
+from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
+from pagoda.plan.tiers import HOST
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
@@ -38,6 +39,8 @@ class Executor:
     updates: UpdateStream
     _update_lane: Lane
     _device: Device
+    _share_weights: Callable[[UnitGradient], Handle] | None
+    """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes."""
     damage: Damage = field(default_factory=Damage)
     _held: list[Operation] = field(default_factory=list)
     """EVICT, OUTDATE and ASK of weights to which something still referred."""
@@ -48,12 +51,10 @@ class Executor:
     next."""
     capture: Capture | None = None
     """The checkpoint that is being written, if any."""
-    share: Callable[[UnitGradient], Handle] | None = None
-    """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes."""
 
     def __post_init__(self) -> None:
         gradients = self._gradients
-        self.driver = Driver(self._scheduler, lambda operation: self._do[operation.kind](operation), self.damage)
+        self.driver = Driver(self._scheduler, lambda op: self._do[op.kind](op), self.damage, gradients.meter.hold)
         self._asynchronous = self._store.plan.options.asynchronous
         self._do = {
             Kind.FETCH: self._fetch,
@@ -106,6 +107,11 @@ class Executor:
         if error is not None and self._scheduler.spilling_fails:
             self.driver.tell(self._scheduler.try_again)
             raise error
+
+    def refuse_gradient(self, unit: LiveUnit) -> None:
+        """Raise the error for a gradient without a buffer."""
+        self.raise_spill_failure()
+        raise BudgetError(self._gradients.exhausted(unit), tier=HOST)
 
     def end_step(self, clipped: bool, changed: Collection[int], unused: Collection[int]) -> None:
         """`step()` was called. This is an event."""
@@ -282,7 +288,7 @@ class Executor:
         if not update.speculative:
             self._is_final(update)
         used = partial(tell, scheduler.gradient_used, operation)
-        retried = not update.speculative and self.share is None  # other ranks would wait
+        retried = not update.speculative and self._share_weights is None  # other ranks would wait
         suspended = partial(tell, self._note_drive_error) if retried else None
         self.updates.submit(RunningUpdate(gradient, gradient.segments, extents, updated, written, used, suspended))
 
@@ -318,10 +324,10 @@ class Executor:
         self._store.free(operation.unit, operation.home, operation.run)
 
     def _share(self, operation: Operation) -> None:
-        assert self.share is not None, "only ranks share"
+        assert self._share_weights is not None, "only ranks share"
         assert operation.gradient is not None
         gradient: UnitGradient = operation.gradient.payload
-        handle = self.share(gradient)
+        handle = self._share_weights(gradient)
         handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))
 

@@ -242,20 +242,11 @@ class GradientBuffers:
 
     def copy_of(self, gradient: UnitGradient, slot: int) -> torch.Tensor:
         """A copy of a parameter's gradient, flat, in the dtype and the memory of its buffer. The gradient has arrived,
-        and is lent to compute. Elements that only other ranks have are undefined."""
+        and is lent to compute. Elements that only other ranks have are undefined: see `Collectives.completed`."""
         buffer = gradient.buffer
         copy = buffer.new_empty(gradient.unit.spec.slots[slot].param.numel)
         for first, part in self._parts(gradient.unit, slot):
             copy[first : first + len(part)] = buffer[part.at : part.at + len(part)]
-        return copy
-
-    def whole(self, gradient: UnitGradient, slot: int, copy: torch.Tensor) -> torch.Tensor:
-        """Complete the result of `copy_of`. Ranks that have slices of the gradient call this at the same point."""
-        spec, assemble = gradient.unit.spec, self._store.assemble
-        if assemble is None or not self._store.shards.is_sliced(spec, GRAD):
-            return copy
-        copy = copy.cpu()
-        assemble(spec, GRAD, spec.slots[slot].offset, copy)
         return copy
 
     def replace(self, gradient: UnitGradient, slot: int, values: torch.Tensor) -> Delivery:

@@ -211,14 +211,14 @@ class Lane:
     always has work. The handle ends when another thread has waited for the event.
     """
 
-    def __init__(self, name: str, threads: int = 1, inline_bytes: int = 0) -> None:
+    def __init__(self, name: str, threads: int = 1, inline_bytes: int = 0, report: Report = lambda *_: None) -> None:
+        """`report` is told of all work when it ends."""
         self.name = name
         self.threads = threads
         self.inline_bytes = inline_bytes
         self._open = 0
         """Number of pieces of work that were queued and have not ended. Read without the lock, as a hint."""
-        self.report: Report | None = None
-        """Told of all work when it ends."""
+        self.report = report
         self._label = f"pagoda::{name}"
         self._queue: queue.SimpleQueue[tuple[Work, _Ticket] | None] = queue.SimpleQueue()
         self._queued: queue.SimpleQueue[tuple[Work, _Ticket, Event, float] | None] = queue.SimpleQueue()
@@ -344,24 +344,23 @@ class Lane:
             self._busy_s += end - start
             self._bytes += ticket.nbytes
             self._open -= 1
-        if (report := self.report) is not None:
-            report(self.name, ticket.label or self.name, start, end, ticket.nbytes)
+        self.report(self.name, ticket.label or self.name, start, end, ticket.nbytes)
         ticket.handle.finish(error)
 
 
-def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: bool) -> dict[str, Lane]:
+def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: bool, report: Report) -> dict[str, Lane]:
     """The lanes of a process by name, without the lane for communication between ranks. `inline`: compute is on the
     CPU, whose small copies need no lane. `inline_updates`: small updates need no lane either, because they share no
     work area."""
     ssd_threads = SSD_THREADS * max(1, drives)
-    nbytes = INLINE_BYTES if inline else 0
+    nbytes, lane = INLINE_BYTES if inline else 0, partial(Lane, report=report)
     return {
-        "h2d": Lane("h2d", inline_bytes=nbytes),
-        "d2h": Lane("d2h", inline_bytes=nbytes),
-        "ssd_read": Lane("ssd_read", ssd_threads),
-        "ssd_write": Lane("ssd_write", ssd_threads),
-        "update": Lane("update", update_threads, nbytes if inline_updates else 0),
-        "device_update": Lane("device_update"),
+        "h2d": lane("h2d", inline_bytes=nbytes),
+        "d2h": lane("d2h", inline_bytes=nbytes),
+        "ssd_read": lane("ssd_read", ssd_threads),
+        "ssd_write": lane("ssd_write", ssd_threads),
+        "update": lane("update", update_threads, nbytes if inline_updates else 0),
+        "device_update": lane("device_update"),
     }
 
 

@@ -66,16 +66,22 @@ class Fetcher:
     """
 
     def __init__(
-        self, store: Store, units: Sequence[LiveUnit], device: Device, lanes: dict[str, Lane], scheduler: Scheduler
+        self,
+        store: Store,
+        units: Sequence[LiveUnit],
+        device: Device,
+        lanes: dict[str, Lane],
+        scheduler: Scheduler,
+        gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None,
     ) -> None:
+        """`gather`, with several ranks: gathers the other ranks' slices of a lease next to this rank's."""
         self._store = store
         self._units = units
         self._device = device
         self._lanes = lanes
         self._scheduler = scheduler
         self._page_bytes = store.plan.page_bytes
-        self.gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None = None
-        """With several ranks: gathers the other ranks' slices of a lease next to this rank's."""
+        self._gather = gather
         self._freed = PAST
         """The point that compute's queue had reached when frames were last freed. Later work does not read their old
         values."""
@@ -139,8 +145,8 @@ class Fetcher:
             base = frames.tensor(dtype, unit.spec.numel)
             target = frames.tensor(torch.uint8, whole_pages)
             ready = self._fill(unit, target, self._freed, (*after, *earlier), source)
-            if self.gather is not None:
-                ready = self.gather(unit, frames.tensor(dtype), ready, self._freed)
+            if self._gather is not None:
+                ready = self._gather(unit, frames.tensor(dtype), ready, self._freed)
         self._add(operation.about, LeasedWeights(unit, base, ready))
         return ready
 

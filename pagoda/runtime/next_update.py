@@ -1,6 +1,6 @@
 """Prepares the next update of a unit from the current hyperparameters, and checks what may not change before it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Self
@@ -13,15 +13,39 @@ from pagoda.parameters.unit import LiveUnit
 Group = Mapping[str, Any]
 """One of torch's `param_groups`, as it is when a step is taken."""
 
-GroupOf = Callable[[LiveUnit, int], Group]
-"""Returns the param group of a unit's parameter, given its slot."""
+
+class Groups:
+    """The optimizer's param groups. Units know which of their parameters are in one."""
+
+    def __init__(self, units: Sequence[LiveUnit]) -> None:
+        self.all: list[dict[str, Any]] = []
+        """The optimizer's `param_groups`."""
+        self._units = units
+        self._numbers: dict[int, int] = {}
+        """Identity of a parameter -> the number of its group, as `mark` found it."""
+
+    def of(self, unit: LiveUnit, slot: int) -> Group:
+        """The group of a unit's parameter."""
+        return self.all[self._numbers[id(unit.params[slot])]]
+
+    def mark(self) -> None:
+        """Parameters have come into groups: look which, and tell units."""
+        self._numbers = {id(param): number for number, group in enumerate(self.all) for param in group["params"]}
+        for unit in self._units:
+            unit.grouped.clear()
+            unit.grouped.update(slot for slot in range(unit.trainable) if id(unit.params[slot]) in self._numbers)
+
+    @property
+    def edited(self) -> bool:
+        """Whether the groups' lists of parameters have changed since `mark`."""
+        return [*self._numbers] != [id(param) for group in self.all for param in group["params"]]
 
 
 @dataclass(eq=False)
 class NextHypers:
     """The current hyperparameters. Each group is read once, and values that parameters share are computed once."""
 
-    _group_of: GroupOf
+    _groups: Groups
     _rule: Rule
     _rules: dict[int, Rule] = field(default_factory=dict)
     """Identity of a group -> the rule with its settings."""
@@ -30,7 +54,7 @@ class NextHypers:
 
     def rule(self, unit: LiveUnit, slot: int) -> Rule:
         """The rule with the settings of a parameter's group."""
-        group = self._group_of(unit, slot)
+        group = self._groups.of(unit, slot)
         if id(group) not in self._rules:
             self._rules[id(group)] = self._rule.with_group(group)
         return self._rules[id(group)]

@@ -1,7 +1,7 @@
 """The store: the home of every extent, and slow access to its elements."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,8 +58,6 @@ class Store:
         self._scheduler = scheduler
         self.shards = shards
         """The elements that the extents hold."""
-        self.assemble: Callable[[UnitSpec, str, int, torch.Tensor], None] | None = None
-        """Called on every rank at once: fills in the other ranks' elements of a state."""
         self._directories = directories
         self._device = device
         self._poison = poison
@@ -233,18 +231,14 @@ class Store:
                 self._regions[tier].part(run).poison()
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
-        """A copy of elements [start, start + count) of a unit's state, shape [count].
-
-        If ranks have slices of the state, every rank must ask for the same elements at once.
-        """
+        """A copy of elements [start, start + count) of a unit's state, shape [count]. Those that only other ranks have
+        are undefined: see `Collectives.completed`."""
         spec, run = self.plan.units[unit], self.home(unit, state)
         if not self.shards.is_sliced(spec, state):
             return self._read(unit, state, run, start, count)
         out = torch.empty(count, dtype=self.dtype(unit, state))
         for held in self._held(spec, state, start, start + count):
             out[held.start - start : held.stop - start] = self._read(unit, state, run, held.at, len(held))
-        assert self.assemble is not None
-        self.assemble(spec, state, start, out)
         return out
 
     def _read(self, unit: int, state: str, run: PageRun, start: int, count: int) -> torch.Tensor:

@@ -45,7 +45,7 @@ from pagoda.plan.ranks import Ranks
 from pagoda.prepare.construct import describe
 from pagoda.ranks.experts import ExpertExchange
 from pagoda.ranks.gathering import SharedWeights
-from pagoda.ranks.service import Service
+from pagoda.ranks.service import Requests, Service
 from pagoda.ranks.start import in_common, rank_independent_text
 from pagoda.ranks.transport import Transport
 from pagoda.runtime.store import Store
@@ -280,8 +280,7 @@ def train(
     model, optimizer = wrapped(made, kind, out, stage, replicas, ordered, room=room, update=update)
     outcome = Outcome()
     take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), in_turn=ordered, **departures)
-    rank_group = optimizer._engine.rank_group
-    order = None if rank_group is None else rank_group.collectives.order
+    order = getattr(optimizer._engine.collectives, "order", None)
     found = {"guesses": outcome.guesses, "parameters": pagoda.plan_of(model).parameters}
     found |= {} if order is None else {"served": order.served, "asked": order.asked}
     return {**found, **left_behind(model, optimizer, outcome)}
@@ -669,12 +668,13 @@ def ask_services(out: Path) -> dict[str, Any]:
             raise ZeroDivisionError("a fault")
         yield torch.full((1000,), float(100 * transport.rank + 10 * unit + version))
 
-    service = Service(transport, answer)
+    requests = Requests(transport)
+    service = Service(requests, answer)
     errors, found = [], [torch.zeros(1000) for _ in range(2)]
     if transport.rank == 0:
         targets = [(rank, [torch.zeros(1000)]) for rank in (1, 2)]
-        errors = [refusal(lambda: service.ask(3, 7, targets)), refusal(lambda: service.ask(3, 6, targets))]
-        service.ask(4, 8, [(rank, [found[rank - 1]]) for rank in (1, 2)])
+        errors = [refusal(lambda: requests.ask(3, 7, targets)), refusal(lambda: requests.ask(3, 6, targets))]
+        requests.ask(4, 8, [(rank, [found[rank - 1]]) for rank in (1, 2)])
     transport.announce([0])
     service.close()
     return {"errors": errors, "found": [values.unique().tolist() for values in found]}

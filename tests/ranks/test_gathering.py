@@ -16,9 +16,10 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Span
-from pagoda.ranks import collective, gathering
+from pagoda.ranks import collective, giving
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.gathering import Gathering
+from pagoda.ranks.giving import Giving
 from pagoda.ranks.order import CollectiveKind
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle
@@ -59,7 +60,7 @@ def ask(engine: Engine, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wa
     """Rank 0 asks rank 1 for its weights after one update; each of the waits of rank 1 takes a second of the clock."""
     newest = engine.store.home(0, "weight")
     executor: Any = SimpleNamespace(is_to_come=lambda _: False, updated=lambda _: None, newest=lambda _: newest)
-    Gathering(collectives, engine.store, engine.units, executor, None, {})
+    Giving(Gathering(collectives, engine.store, {}), engine.store, engine.units, executor, None)
     waits = 0
 
     def sleep(_: float) -> None:
@@ -67,7 +68,7 @@ def ask(engine: Engine, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wa
         waits += 1
         on_wait(waits)
 
-    monkeypatch.setattr(gathering, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(waits)))
+    monkeypatch.setattr(giving, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(waits)))
     collectives.take_part[CollectiveKind.SHARE](engine.units[0], 1)
 
 
@@ -105,7 +106,8 @@ def collectives_of(table: Table, rank: int) -> Collectives:
     units: Any = [SimpleNamespace(index=0, spec=SimpleNamespace(name="unit"))]
     plan, weights = SimpleNamespace(units=(), during_backward=False), SimpleNamespace(edition=0)
     scheduler: Any = SimpleNamespace(position=0, trace=None, plan=plan, weights=lambda _: weights)
-    return Collectives(Mesh(World(rank, size), Ranks(size, size)), transport, shards, Device(), units, scheduler)
+    mesh = Mesh(World(rank, size), Ranks(size, size))
+    return Collectives(mesh, transport, shards, Device(), units, scheduler, lambda *_: None)
 
 
 def test_collectives_know_that_compute_waits_for_them() -> None:

@@ -306,7 +306,7 @@ def test_what_a_devices_work_reads_stays_alive_until_it_has_ended_and_no_longer(
 @pytest.mark.parametrize("waits_first", [False, True])
 def test_an_error_of_an_event_reaches_whoever_waits(waits_first: bool) -> None:
     scheduler: Any = SimpleNamespace(take=list, idle=False)
-    driver = Driver(scheduler, lambda _: None, Damage())
+    driver = Driver(scheduler, lambda _: None, Damage(), lambda _: None)
 
     def on_a_lane() -> None:
         with pytest.raises(LookupError):

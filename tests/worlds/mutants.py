@@ -9,7 +9,7 @@ from types import ModuleType
 
 from pagoda import engine
 from pagoda.autograd import accesses, stepper
-from pagoda.ranks import collective, gathering, order, reducing
+from pagoda.ranks import collective, gathering, giving, order, reducing
 from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, store, updaters, updates
 from pagoda.schedule import stream
 
@@ -309,13 +309,15 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "(updated,), nbytes, alike",
             "(), nbytes, alike",
         ),
-        "weights are lent for ever": (
-            "            self._executor.take_back(unit)\n",
-            "            pass\n",
-        ),
         "frozen weights are not gathered": (
             "for spans in (self._shards.frozen_slices(spec), self._shards.trained_slices(spec)):",
             "for spans in (self._shards.trained_slices(spec),):",
+        ),
+    },
+    giving: {
+        "weights are lent for ever": (
+            "            self._executor.take_back(unit)\n",
+            "            pass\n",
         ),
     },
     collective: {

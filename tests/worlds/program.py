@@ -526,13 +526,15 @@ class Program:
 
     def check_homes(self) -> None:
         """Of drained states."""
-        store = self.engine.store
+        store, completed = self.engine.store, self.engine.collectives.completed
         for layer, truth in enumerate(self.truths):
             unit = self.units[layer]
             for at, value in zip(self.slots(layer), truth.newest, strict=True):
                 spans = {state.name: store.plan.layout.span(unit.spec, at, state) for state in store.plan.layout.states}
                 found = {
-                    name: store.read(unit.index, name, span.first, span.count) for name, span in spans.items() if span
+                    name: completed(unit.spec, name, span.first, store.read(unit.index, name, span.first, span.count))
+                    for name, span in spans.items()
+                    if span
                 }
                 self.check_states(f"the home of layer {layer}", found, value)
 

@@ -34,7 +34,6 @@ from pagoda.plan.activations import (
     peak_of,
 )
 from pagoda.plan.tiers import HOST, SSD
-from pagoda.ranks.rank_group import RankGroup
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.leases import Fetcher
@@ -53,15 +52,9 @@ class GraphMemory:
     """
 
     def __init__(
-        self,
-        leases: Fetcher,
-        accesses: Accesses,
-        store: Store,
-        lanes: dict[str, Lane],
-        device: Device,
-        rank_group: RankGroup | None,
+        self, leases: Fetcher, accesses: Accesses, store: Store, lanes: dict[str, Lane], device: Device
     ) -> None:
-        self._rank_group = rank_group
+        self._collectives = accesses.collectives
         self._store = store
         self._options = options = store.plan.options
         self._device = device
@@ -74,8 +67,7 @@ class GraphMemory:
         )
         partitioner = None
         if options.partition_activations:
-            assert rank_group is not None, "several ranks divide tensors"
-            partitioner = Partitioner(rank_group.mesh.tensor.get_group())
+            partitioner = Partitioner(self._collectives.mesh.tensor.get_group())
         self.packing = Packing(leases, accesses, self._saved, self.offloader, partitioner, self._note)
         self._rates: dict[str, tuple[float, float]] | None = None
         """Rates of each place, once they are measured."""
@@ -174,7 +166,7 @@ class GraphMemory:
     def _agree(self, what: str, mine: Any) -> list[Any]:
         """The answers of all ranks that run blocks together. These ranks must recompute the same blocks, so all of them
         ask at the same points of their programs."""
-        return [mine] if self._rank_group is None else self._rank_group.of_each_forward(what, mine)
+        return self._collectives.of_each_forward(what, mine)
 
     def _taken(self, kept: int) -> ActivationBytes:
         return ActivationBytes(kept, self.peak_bytes.get(HOST, 0), self.peak_bytes.get(SSD, 0))
