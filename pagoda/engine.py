@@ -490,8 +490,8 @@ class Engine:
             peaks[tier] = peaks.get(tier, 0) + scheduler.usage.most_frames * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
-        if self.store.ssd is not None and SSD in self.plan.placement.lines:
-            peaks[SSD] = self.store.ssd.peak_bytes
+        if on_ssd := self.plan.placement.lines.get(SSD):
+            peaks[SSD] = sum(on_ssd.values()) * page
         for tier, nbytes in self.graphs.peak_bytes.items():
             peaks[tier] = peaks.get(tier, 0) + nbytes
         return peaks

@@ -124,6 +124,21 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "memory/ssd/tier.py": {
+        "pages that are added take spare slots": (
+            "self._grow_to(stop + max(self._spare, self._store.beside - self._kept_by_others))",
+            "self._grow_to(stop)",
+            "memory/test_ssd_tier.py",
+        ),
+        "pages that are added take the slots that checkpoints leave to states": (
+            "max(self._spare, self._store.beside - self._kept_by_others)",
+            "self._spare",
+            "memory/test_page_store.py",
+        ),
+        "pages that were added lose their content when others move": (
+            "in {**kept, PageRun(pages, added.count): added}.items()",
+            "in kept.items()",
+            "memory/test_ssd_tier.py autograd/test_places.py",
+        ),
         "a failed store leaves its pages busy": (
             "                self._table.abandon_store(pages, targets)\n",
             "",

@@ -25,13 +25,16 @@ class PageRun:
         return self.start + self.count
 
     def part(self, offset_bytes: int, nbytes: int, page_bytes: int) -> "PageRun":
-        """The pages of a range of the run's bytes. Raises ValueError unless the range is whole pages of this run."""
+        """The pages of a range of the run's bytes, which begins with a page and may end inside one.
+
+        Raises ValueError unless the range is in this run, and whole blocks for direct I/O.
+        """
         first, odd = divmod(offset_bytes, page_bytes)
-        count, rest = divmod(nbytes, page_bytes)
-        if odd or rest or first < 0 or first + count > self.count:
+        count = -(-nbytes // page_bytes)
+        if odd or nbytes % PAGE_ALIGN or first < 0 or first + count > self.count:
             raise ValueError(
-                f"cannot transfer {nbytes} bytes at offset {offset_bytes} of {self}: only whole pages of "
-                f"{page_bytes} bytes in it can be transferred"
+                f"cannot transfer {nbytes} bytes at offset {offset_bytes} of {self}: only whole pages of {page_bytes} "
+                f"bytes in it can be transferred, and of the last one, multiples of {PAGE_ALIGN} bytes"
             )
         return PageRun(self.start + first, count)
 

@@ -14,7 +14,8 @@ from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 LEAST_OFFLOADED_BYTES = 64 << 10
-"""Smaller storages are not offloaded. Pages of offloaded ones have this size, unless the plan's pages are smaller."""
+"""Smaller storages are not offloaded, unless the plan's pages are smaller. In RAM, pages of offloaded ones have this
+size."""
 BUFFERED = 2
 """Number of storages on their way at once in each direction: one moves while the next is made or used."""
 _OPERANDS = 2
@@ -68,8 +69,8 @@ class Storages:
     """Bytes of the largest of them."""
 
     def with_one(self, nbytes: int, page_bytes: int) -> "Storages":
-        """Add a storage. It can be offloaded if it fills a page."""
-        if nbytes < page_bytes:
+        """Add a storage, which is offloaded in pages of `page_bytes` if it is large enough."""
+        if nbytes < min(LEAST_OFFLOADED_BYTES, page_bytes):
             return replace(self, nbytes=self.nbytes + nbytes)
         paged = -(-nbytes // page_bytes) * page_bytes
         largest = max(self.largest, nbytes)

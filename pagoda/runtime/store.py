@@ -17,7 +17,7 @@ from pagoda.memory.versions import EMPTY
 from pagoda.mesh.shards import Shards
 from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK
-from pagoda.plan.placement import CHECKPOINT, LEASES, RING, STAGING, VERSIONS
+from pagoda.plan.placement import ACTIVATIONS, CHECKPOINT, LEASES, RING, STAGING, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import DEVICE, HOST, SSD
@@ -129,9 +129,9 @@ class Store:
         pages, spare = _pages_on_ssd(plan)
         if self.ssd is not None:
             self.ssd.make_room(pages, spare)
-        elif pages:
+        elif pages or plan.placement.pages(HOST, ACTIVATIONS):
             assert self._directories, "a plan uses SSD only where there is a directory"
-            self.ssd = SSDTier(self._directories, pages, plan.page_bytes, spare)
+            self.ssd = SSDTier(self._directories, max(len(self._directories), pages), plan.page_bytes, spare)
 
     def place_on_ssd(self, kept: Mapping[PageRun, PageRun]) -> None:
         """Give the extents on SSD their pages. `kept`: run -> the run of before whose content it has."""
@@ -142,11 +142,6 @@ class Store:
     def dtype(self, unit: int, state: str) -> torch.dtype:
         """Dtype of a state of a unit."""
         return self.plan.layout.dtype(self.plan.units[unit], state)
-
-    def left_on_drives(self) -> dict[Path, int | None]:
-        """Bytes of each directory's limit that page files leave, or None for no limit."""
-        taken = self.ssd.bytes_on_drives if self.ssd is not None else {}
-        return {at: None if limit is None else limit - taken.get(at, 0) for at, limit in self._directories.items()}
 
     def home(self, unit: int, state: str) -> PageRun:
         """The run with the newest version of a state, which is empty if the unit does not have it. For WEIGHT_BACK, the

@@ -1,5 +1,7 @@
 """Activation policies: none changes a bit of training, and what they keep and offload is accounted for."""
 
+import errno
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -284,3 +286,29 @@ def test_offloading_more_than_there_is_room_for_is_refused(tmp_path: Path) -> No
     state = plan.peak_bytes["ssd"] - plan.activations.peak.ssd
     with pytest.raises(pagoda.BudgetError, match=r"No room to offload activations.*memory\.ssd"):
         train(recipe, replace(memory, ssd=f"{tmp_path}:{state + 8 * PAGE}"))
+
+
+def test_a_full_drive_is_an_error_of_the_forward_after_which_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Space on SSD is reserved when activations need it."""
+    recipe = Recipe("llama", steps=2, activations="offload")
+    reserve = os.posix_fallocate
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def loop(model: Any, optimizer: Any, outcome: Outcome) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(recipe.steps):
+            inputs = batch(recipe.model, generator)
+            if not outcome.losses:
+                monkeypatch.setattr(os, "posix_fallocate", full)
+                with pytest.raises(pagoda.StorageError, match=r"is too full.*free some space"):
+                    model(**inputs)
+                monkeypatch.setattr(os, "posix_fallocate", reserve)
+            learn(loss_of(model(**inputs)), outcome)
+            take_step(optimizer, outcome)
+
+    offloaded = train(recipe, least(recipe, ALL_ON_SSD, tmp_path), loop)
+    offloaded.assert_same_bits(train(replace(recipe, activations="keep"), RESIDENT))

@@ -417,6 +417,18 @@ def test_the_pages_that_other_runs_keep_take_no_spare_slot_of_a_run(ssd: Path, c
     assert committed(reference, RUN) == pattern(4, 1)
 
 
+def test_pages_that_a_resumed_run_adds_leave_its_states_their_slots(ssd: Path, checkpoint: Path) -> None:
+    """Its checkpoints keep more slots than it has spare ones."""
+    *_, reference = kept([ssd], checkpoint, checkpoint.with_name("newer"))
+    with open_tier(ssd, spare=0) as resumed, closing(open_commit(reference)) as pages:
+        assert resumed.adopt(resumed.alloc(4), pages, RUN)
+        more = resumed.alloc(4)
+        resumed.store(more, 0, pattern(4, 3))
+        resumed.store(RUN, 0, pattern(4, 4))
+        assert loaded(resumed, more) == pattern(4, 3)
+    assert committed(reference, RUN) == pattern(4, 2)
+
+
 def test_a_run_that_other_runs_leave_no_spare_slots_is_refused_saying_so(ssd: Path, checkpoint: Path) -> None:
     kept([ssd], checkpoint, spare=4)
     with Tier({ssd: 8 * PAGE}, 4, PAGE, 4) as tier:  # it may be the one that is resumed

@@ -42,6 +42,12 @@ class Bookkeeping(RuleBasedStateMachine):
         """Whether one of the pages is being stored or loaded."""
         return self.storing(run) or any(overlap(run, loaded) for loaded, _, _ in self.loads)
 
+    @precondition(lambda self: self.table.pages < PAGES + 2)
+    @rule()
+    def extend(self) -> None:
+        self.table.grow(self.table.slots + 1)
+        self.table.extend(self.table.pages + 1)
+
     @rule(run=runs)
     def begin_store(self, run: PageRun) -> None:
         before = self.table.table(ALL)
@@ -145,7 +151,7 @@ class Bookkeeping(RuleBasedStateMachine):
         tables = [table for table, _ in self.pinned] + [table for _, table, _ in [*self.loads, *self.forks]]
         had = {int(slot) for table in [*tables, self.table.table(ALL)] for slot in table.written}
         had |= {slot for _, targets, _ in self.stores for slot in targets.tolist()}
-        assert self.table.free == SLOTS - len(had)
+        assert self.table.free == self.table.slots - len(had)
 
 
 TestBookkeeping = Bookkeeping.TestCase

@@ -35,9 +35,6 @@ def test_pages_never_stored_read_as_zeros_frozen_or_not(tier: Tier, tmp_path: Pa
 
 def test_pages_are_allocated_once_and_bytes_outside_a_run_and_parts_of_pages_are_refused(tier: Tier) -> None:
     assert [tier.alloc(count) for count in (1, 2)] == [PageRun(0, 1), PageRun(1, 2)]
-    assert tier.peak_bytes == (8 + 8) * PAGE
-    with pytest.raises(ValueError, match="cannot allocate 6 pages on SSD: 5 are left"):
-        tier.alloc(6)
     outside = [(-PAGE, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, PAGE), (512, PAGE), (0, 512)]
     for move in (tier.load, tier.store):
         with pytest.raises(ValueError, match="3 pages are allocated"):
@@ -45,6 +42,75 @@ def test_pages_are_allocated_once_and_bytes_outside_a_run_and_parts_of_pages_are
         for offset, nbytes in outside:
             with pytest.raises(ValueError, match=r"Run\(start=1, count=2\): only whole pages of 4096 bytes in it"):
                 move(PageRun(1, 2), offset, pattern(2, 1)[:nbytes])
+
+
+def test_pages_beyond_those_of_the_beginning_take_no_spare_slots(tier: Tier, tmp_path: Path) -> None:
+    """They are in no commit, and stay as they are when the others are arranged anew."""
+    states = tier.alloc(8)
+    tier.store(states, 0, pattern(8, 1))
+    more = [tier.alloc(5), tier.alloc(20)]
+    for seed, run in enumerate(more):
+        tier.store(run, 0, pattern(run.count, seed))
+    with closing(tier.snapshot(awaited=False)) as frozen:
+        frozen.add(states)
+        tier.store(states, 0, pattern(8, 2))
+        tier.store(more[1], 0, pattern(20, 3))
+        reference = frozen.commit(*make_checkpoint(tmp_path / "checkpoint"))
+    assert committed(reference, states) == pattern(8, 1)
+    assert loaded(tier, states) == pattern(8, 2)
+    assert tier.added == PageRun(8, 25)
+    tier.make_room(3, 8)
+    tier.rearrange(3, 8, {PageRun(1, 2): PageRun(4, 2)})
+    assert loaded(tier, PageRun(0, 3)) == bytes(PAGE) + bytes(pattern(8, 2))[4 * PAGE : 6 * PAGE]
+    assert tier.added == PageRun(3, 25)
+    assert loaded(tier, PageRun(3, 5)) == pattern(5, 0)
+    assert loaded(tier, PageRun(8, 20)) == pattern(20, 3)
+
+
+def test_pages_for_which_there_is_no_room_are_not_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because of a limit, or because one of several drives is full."""
+    directories = {tmp_path / name: 10 * PAGE for name in "ab"}
+    for directory in directories:
+        directory.mkdir()
+    reserve, calls = os.posix_fallocate, 0
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, offset, nbytes)
+
+    with Tier(directories, 4, PAGE, 4) as tier:
+        first = tier.alloc(4)
+        tier.store(first, 0, pattern(4, 1))
+        with pytest.raises(BudgetError, match="are allowed"):
+            tier.alloc(13)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(StorageError, match="is too full"):
+                tier.alloc(6)
+        second = tier.alloc(12)
+        assert second == PageRun(4, 12)
+        tier.store(second, 0, pattern(12, 2))
+        assert loaded(tier, first) == pattern(4, 1)
+        assert loaded(tier, second) == pattern(12, 2)
+
+
+def test_what_is_stored_of_a_part_of_a_page_is_read_as_far(tmp_path: Path) -> None:
+    with Tier({tmp_path: None}, 4, 4 * PAGE) as tier:
+        run = tier.alloc(3)
+        into = pattern(7, 0)
+        for seed in (1, 2):
+            tier.store(run, 4 * PAGE, pattern(7, seed))
+            tier.load(run, 4 * PAGE, into)
+            assert into == pattern(7, seed)
+        for nbytes in (6 * PAGE, 8 * PAGE):
+            with pytest.raises(CorruptPageError):
+                tier.load(run, 4 * PAGE, memoryview(pattern(8, 0))[:nbytes])
+        for nbytes in (512, 7 * PAGE + 512):
+            with pytest.raises(ValueError, match="multiples of 4096 bytes"):
+                tier.store(run, 4 * PAGE, pattern(8, 1)[:nbytes])
 
 
 def test_pages_that_are_arranged_anew_keep_their_content_and_commits_keep_theirs(tier: Tier, tmp_path: Path) -> None:

@@ -49,8 +49,7 @@ class ForwardTrace:
         return any(block.complete for block in self.blocks)
 
     def sizes(self, page_bytes: int) -> StepSizes:
-        """Sizes of everything that the forward keeps for backward. Storages of at least `page_bytes` can be offloaded,
-        in pages of that size.
+        """Sizes of everything that the forward keeps for backward, and in pages of `page_bytes` what can be offloaded.
 
         A storage counts where it was saved first.
         """

@@ -58,12 +58,14 @@ class GraphMemory:
         self._store = store
         self._options = options = store.plan.options
         self._device = device
-        self._page_bytes = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
-        self._places = open_places(store, device, self._page_bytes) if options.may_offload else []
+        least = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
+        self._places = open_places(store, device) if options.may_offload else []
+        self._page_bytes = self._places[0].page_bytes if self._places else least
+        """Pages of the place where storages go first."""
         self._fixed = None if options.activations == "auto" else Policy(options.activations)
         self._saved = SavedStorages()
         self.offloader = Offloader(
-            self._places, self._page_bytes, self._fixed is not None, lanes, device, self._saved, accesses.meter
+            self._places, least, self._fixed is not None, lanes, device, self._saved, accesses.meter
         )
         partitioner = None
         if options.partition_activations:

@@ -13,7 +13,6 @@ from pagoda.errors import BudgetError, UsageError
 from pagoda.interrupts import allowed, held_back
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.sizes import format_bytes
-from pagoda.memory.ssd.slots import Hashes
 from pagoda.plan.activations import BUFFERED, OFFLOAD_LANES
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
@@ -34,7 +33,6 @@ class OffloadedStorage(AbsentStorage):
     """The storage as uint8 of shape [nbytes], until its bytes have been written."""
     target: torch.Tensor | None = None
     """The tensor that the bytes are read into."""
-    hashes: list[Hashes] = field(default_factory=list)
     written: Handle = field(init=False)
     reading: Handle | None = None
     used: bool = False
@@ -205,7 +203,7 @@ class Offloader:
         def write() -> None:
             wanted = reference()
             if wanted is not None and wanted.source is not None:  # else the graph is gone
-                wanted.hashes = wanted.place.write(wanted.pieces, wanted.source, issued)
+                wanted.place.write(wanted.pieces, wanted.source, issued)
                 wanted.source = None
 
         lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][0]]
@@ -223,7 +221,7 @@ class Offloader:
         issued = self._device.fence()
 
         def read() -> None:
-            offloaded.place.read(offloaded.pieces, offloaded.hashes, target, issued)
+            offloaded.place.read(offloaded.pieces, target, issued)
 
         lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][1]]
         offloaded.reading = lane.submit(read, (offloaded.written,), offloaded.nbytes, "return activation")

@@ -3,21 +3,17 @@ them."""
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from pagoda.memory.page import PageRun, pages_for
+from pagoda.errors import BudgetError
+from pagoda.memory.page import PAGE_ALIGN, PageRun, pages_for
 from pagoda.memory.pool import PagePool
 from pagoda.memory.region import Region
-from pagoda.memory.ssd.file import PageFile
-from pagoda.memory.ssd.slots import Hashes, PageTable
-from pagoda.memory.ssd.striped import StripedFile, portion_of
-from pagoda.memory.ssd.xxh3 import hashes_of
-from pagoda.plan.activations import offload_room
+from pagoda.memory.ssd.tier import SSDTier
+from pagoda.plan.activations import LEAST_OFFLOADED_BYTES, offload_room
 from pagoda.plan.placement import ACTIVATION_BUFFERS, ACTIVATIONS
 from pagoda.plan.tiers import HOST, SSD
 from pagoda.runtime.device import Device, Event
@@ -62,17 +58,17 @@ class Place(ABC):
         """By bank, which pages are free."""
 
     @abstractmethod
-    def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> list[Hashes]:
+    def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> None:
         """Move `source` (uint8, shape [nbytes]) to pieces once compute has passed `issued`. Returns when the move has
-        ended, with the hashes that `read` compares."""
+        ended."""
 
     @abstractmethod
-    def read(self, pieces: Pieces, hashes: list[Hashes], target: torch.Tensor, issued: Event) -> None:
+    def read(self, pieces: Pieces, target: torch.Tensor, issued: Event) -> None:
         """Move the bytes of pieces back to `target`."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Return everything to the system."""
+        """Return memory to the system. Nothing moves any more."""
+        self._pools.clear()
 
     def limit(self, room_bytes: int) -> None:
         """Hold at most so many bytes from now on, but at least what has been taken from the system already."""
@@ -116,9 +112,9 @@ class Place(ABC):
         issued = self._device.fence()
         issued.synchronize()  # or the time would include what compute has queued
         start = time.perf_counter()
-        hashes = self.write(pieces, sample, issued)
+        self.write(pieces, sample, issued)
         middle = time.perf_counter()
-        self.read(pieces, hashes, sample, issued)
+        self.read(pieces, sample, issued)
         end = time.perf_counter()
         self.free(pieces)
         self.peak_bytes = self.in_use_bytes
@@ -162,12 +158,11 @@ class RamPlace(Place):
         self._poison = poison
         self._banks: list[Region] = []
 
-    def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> list[Hashes]:
+    def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> None:
         for bank, first, part in self._chunks(pieces, source.nbytes):
             self._device.copy_out(self._bytes(bank, first, part), source[part], issued).synchronize()
-        return []
 
-    def read(self, pieces: Pieces, hashes: list[Hashes], target: torch.Tensor, issued: Event) -> None:
+    def read(self, pieces: Pieces, target: torch.Tensor, issued: Event) -> None:
         for bank, first, part in self._chunks(pieces, target.nbytes):
             self._device.copy_in(target[part], self._bytes(bank, first, part), issued).synchronize()
 
@@ -177,6 +172,7 @@ class RamPlace(Place):
             self._banks[bank].part(run).poison()
 
     def close(self) -> None:
+        super().close()
         for bank in self._banks:
             bank.arena.close()
 
@@ -190,83 +186,65 @@ class RamPlace(Place):
 
 
 class SsdPlace(Place):
-    """SSD, through buffers in RAM: unnamed files, striped over the drives, which vanish with the process.
-
-    Every write hashes each page, and every read compares, like `SSDTier`.
-    """
+    """Pages that are added to the SSD tier, one bank behind the other, through buffers in RAM."""
 
     tier = SSD
 
-    def __init__(
-        self,
-        room_bytes: int,
-        page_bytes: int,
-        device: Device,
-        directories: Mapping[Path, int | None],
-        buffers: Sequence[memoryview],
-    ) -> None:
-        """`directories` maps each directory to its limit in bytes; None means no limit. `buffers` are page-aligned and
-        of equal size. Half of them are for writing."""
-        super().__init__(room_bytes, page_bytes, device)
-        self._directories = tuple(directories)
-        self._left = [None if limit is None else limit // page_bytes for limit in directories.values()]
-        self._files: list[StripedFile] = []
-        self.pass_through(buffers)
+    def __init__(self, room_bytes: int, device: Device, store: Store) -> None:
+        super().__init__(room_bytes, store.plan.page_bytes, device)
+        self._store = store
+        self.take_buffers()
 
-    def pass_through(self, buffers: Sequence[memoryview]) -> None:
-        """Use these buffers from now on."""
-        half = len(buffers) // 2
-        self._writing, self._reading = Ring(buffers[:half]), Ring(buffers[half:])
-        self._most = buffers[0].nbytes // self.page_bytes
-        """Pages of one buffer."""
+    def take_buffers(self) -> None:
+        """Take buffers of the store's plan, which is new. Half of them are for writing."""
+        pages = self._store.plan.placement.pages(HOST, ACTIVATIONS) // ACTIVATION_BUFFERS
+        buffers = [self._store.host.take(pages).view() for _ in range(ACTIVATION_BUFFERS)]
+        half = ACTIVATION_BUFFERS // 2
+        self._writing, self._reading, self._most = Ring(buffers[:half]), Ring(buffers[half:]), pages
 
-    def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> list[Hashes]:
-        hashes = []
+    def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> None:
         for bank, first, part in self._chunks(pieces, source.nbytes, self._most):
             with self._writing.one() as buffer:
                 self._device.copy_out(self._bytes(buffer, part), source[part], issued).synchronize()
-                data = self._pages(buffer, part)
-                hashes.append(hashes_of(data, self.page_bytes))
-                self._files[bank].write(np.arange(first, first + len(hashes[-1])), data)
-        return hashes
+                self._ssd.store(self._ssd.added, self._offset(bank, first), self._blocks(buffer, part))
 
-    def read(self, pieces: Pieces, hashes: list[Hashes], target: torch.Tensor, issued: Event) -> None:
-        chunks = self._chunks(pieces, target.nbytes, self._most)
-        for (bank, first, part), of_chunk in zip(chunks, hashes, strict=True):
+    def read(self, pieces: Pieces, target: torch.Tensor, issued: Event) -> None:
+        for bank, first, part in self._chunks(pieces, target.nbytes, self._most):
             with self._reading.one() as buffer:
-                table = PageTable(np.arange(first, first + len(of_chunk)), of_chunk)
-                self._files[bank].read(table, self._pages(buffer, part))
+                self._ssd.load(self._ssd.added, self._offset(bank, first), self._blocks(buffer, part))
                 self._device.copy_in(target[part], self._bytes(buffer, part), issued).synchronize()
 
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
+    @property
+    def _ssd(self) -> SSDTier:
+        assert self._store.ssd is not None, "the plan has buffers for it"
+        return self._store.ssd
 
     def _open(self, pages: int) -> bool:
-        portion = portion_of(pages, self._left)
-        if portion is None:
+        try:
+            self._ssd.alloc(pages)
+        except BudgetError:
             return False
-        used = [(directory, count) for directory, count in zip(self._directories, portion, strict=True) if count]
-        files = (PageFile(directory, count, self.page_bytes) for directory, count in used)
-        self._files.append(StripedFile(files, [[count for _, count in used]]))
-        self._left = [None if left is None else left - count for left, count in zip(self._left, portion, strict=True)]
         return True
+
+    def _offset(self, bank: int, first: int) -> int:
+        return (sum(pool.frames for pool in self._pools[:bank]) + first) * self.page_bytes
 
     def _bytes(self, buffer: memoryview, part: slice) -> torch.Tensor:
         return torch.frombuffer(buffer, dtype=torch.uint8)[: part.stop - part.start]
 
-    def _pages(self, buffer: memoryview, part: slice) -> memoryview:
-        return buffer[: pages_for(part.stop - part.start, self.page_bytes) * self.page_bytes]
+    def _blocks(self, buffer: memoryview, part: slice) -> memoryview:
+        """The bytes of a part in whole blocks of the drive."""
+        return buffer[: pages_for(part.stop - part.start, PAGE_ALIGN) * PAGE_ALIGN]
 
 
-def open_places(store: Store, device: Device, page: int) -> list[Place]:
-    """The places for which the plan has room, in pages of `page` bytes: RAM, unless compute uses it, then SSD."""
-    room = _room(store)
+def open_places(store: Store, device: Device) -> list[Place]:
+    """The places for which the plan has room: RAM, unless compute uses it, then SSD."""
+    page, room = store.plan.page_bytes, _room(store)
     places: list[Place] = []
-    if room[HOST] >= page:
-        places.append(RamPlace(room[HOST], page, device, store.host.poisoned))
+    if room[HOST] >= (small := min(LEAST_OFFLOADED_BYTES, page)):
+        places.append(RamPlace(room[HOST], small, device, store.host.poisoned))
     if room[SSD] >= page:
-        places.append(SsdPlace(room[SSD], page, device, store.left_on_drives(), _buffers(store)))
+        places.append(SsdPlace(room[SSD], device, store))
     return places
 
 
@@ -277,15 +255,9 @@ def follow_plan(places: Sequence[Place], store: Store) -> None:
     for place in places:
         place.limit(room[place.tier])
         if isinstance(place, SsdPlace):
-            place.pass_through(_buffers(store))
+            place.take_buffers()
 
 
 def _room(store: Store) -> dict[str, int]:
     plan = store.plan
     return offload_room(plan.layout, plan.placement, plan.budgets)
-
-
-def _buffers(store: Store) -> list[memoryview]:
-    """Buffers on the way to SSD."""
-    pages = store.plan.placement.pages(HOST, ACTIVATIONS) // ACTIVATION_BUFFERS
-    return [store.host.take(pages).view() for _ in range(ACTIVATION_BUFFERS)]

@@ -160,6 +160,17 @@ class SlotTable:
         self._is_free.extend(b"\x01" * more)
         self.slots, self.free = slots, self.free + more
 
+    def extend(self, pages: int) -> None:
+        """Add pages that were never stored, up to `pages` in all."""
+        more = max(0, pages - self.pages)
+        blank = PageTable.blank(more)
+        self._live = PageTable(
+            np.concatenate([self._live.slots, blank.slots]), np.concatenate([self._live.hashes, blank.hashes])
+        )
+        self._loading = np.concatenate([self._loading, np.zeros(more, np.int32)])
+        self._storing = np.concatenate([self._storing, np.zeros(more, np.bool_)])
+        self.pages += more
+
     def unpin(self, table: PageTable) -> None:
         """Undo `pin`."""
         self._dereference(table.written)

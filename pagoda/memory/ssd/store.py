@@ -70,6 +70,8 @@ class PageStore:
         self._pages = pages
         self._spare = spare
         self._page_bytes = page_bytes
+        self.beside = spare
+        """Slots with which it was opened, in addition to those of `pages`."""
         self.commits: list[Commit] = []
         """The commits that were found when the store was opened, oldest first."""
         self._recorded = False
@@ -194,7 +196,8 @@ class PageStore:
         kept = len(slots_of(commit.table for commit in self.commits))
         runs = {commit.run for commit in self.commits}
         beside = [len(slots_of(c.table for c in self.commits if c.run != run)) for run in runs]
-        self.grow(self._pages + max(self._spare + min(beside, default=0), kept), kept)
+        self.beside = max(self._spare + min(beside, default=0), kept)
+        self.grow(self._pages + self.beside, kept)
 
     def grow(self, slots: int, kept: int) -> None:
         """Grow to at least `slots` slots, of which commits keep `kept`. If the files have names, writes the record once
@@ -206,7 +209,7 @@ class PageStore:
         if more <= 0:
             return
         with self._committing:
-            self.file.grow(self._portion(more, [file.pages for file in self.file.files], kept, self.record.id))
+            self.file.grow(self._portion(more, self.record.pages_of_files, kept, self.record.id))
             self.record = replace(self.record, portions=self.file.portions)
             if self._recorded:
                 self.file.sync()

@@ -33,7 +33,8 @@ class StripedFile:
         self.page_bytes = self.files[0].page_bytes
 
     def read(self, table: PageTable, into: memoryview) -> None:
-        """Fill `into` with the pages of `table`. Pages that were never written are filled with zeros.
+        """Fill `into` with the pages of `table`, the last one as far as it was written. Pages that were never written
+        are filled with zeros.
 
         Raises CorruptPageError for the first page whose bytes have a different hash, and StorageError if the disk
         fails.
@@ -57,14 +58,14 @@ class StripedFile:
             )
 
     def write(self, slots: Slots, data: memoryview) -> None:
-        """Write whole pages to these slots. Raises like `PageFile.pwrite`."""
+        """Write pages to these slots, the last one perhaps in part. Raises like `PageFile.pwrite`."""
         for file, first, views in self._stretches(slots, data):
             file.pwrite(first, *views)
 
     def grow(self, portion: Sequence[int]) -> None:
         """Add a portion. Raises StorageError if a disk has too little space."""
-        for file, more in zip(self.files, portion, strict=True):
-            file.grow(file.pages + more)
+        for file, *counts in zip(self.files, *self.portions, portion, strict=True):
+            file.grow(sum(counts))  # one that has grown already, before another was full, stays as it is
         self._lay([*self.portions, portion])
 
     def sync(self) -> None:
@@ -86,8 +87,8 @@ class StripedFile:
             drives.append(drive[np.lexsort((drive, turns))])
         drive = np.concatenate(drives)
         page = np.empty_like(drive)
-        for index, file in enumerate(self.files):
-            page[drive == index] = np.arange(file.pages)
+        for index in range(len(self.files)):
+            page[drive == index] = np.arange(np.count_nonzero(drive == index))
         self._drive, self._page, self.slots = drive, page, len(drive)
 
     def _stretches(self, slots: Slots, data: memoryview) -> Iterator[tuple[PageFile, int, list[memoryview]]]:

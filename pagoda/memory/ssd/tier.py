@@ -46,18 +46,17 @@ class SSDTier:
     The directories are locked from the constructor to `close`. Pages of commits that `PageStore` finds there can be
     adopted.
 
-    Thread-safe, except for `alloc`. `_changed` guards the slot table and all bookkeeping. I/O and hashing run outside.
+    Thread-safe. `_changed` guards the slot table and all bookkeeping. I/O and hashing run outside.
     """
 
     def __init__(self, directories: Mapping[Path, int | None], pages: int, page_bytes: int, spare: int = 0) -> None:
-        """`pages` can be allocated. `spare` is the number of additional slots. `directories` maps each directory to its
-        limit in bytes; None means no limit.
+        """Has room for `pages`, and grows if more are allocated. `spare` is the number of additional slots.
+        `directories` maps each directory to its limit in bytes; None means no limit.
 
         Raises StorageError and BudgetError like `PageStore`.
         """
         self.page_bytes = page_bytes
-        self._pages = pages
-        self._spare = spare
+        self._pages, self._numbers, self._spare = pages, pages, spare
         self._allocated = 0
         self._changed = threading.Condition()
         self._kept: list[_Kept] = []
@@ -85,16 +84,6 @@ class SSDTier:
         with self._changed:
             return frozenset(self._commits)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of all pages and of all spare slots, whose space is reserved."""
-        return (self._pages + self._spare) * self.page_bytes
-
-    @property
-    def bytes_on_drives(self) -> dict[Path, int]:
-        """Bytes of the page file in each directory."""
-        return {file.directory: file.nbytes for file in self._store.file.files}
-
     def room_beside(self, gone: Collection[str], unchanging: Iterable[PageRun] = ()) -> int:
         """Slots in addition to those of all pages and of the present commits, not counting the commits `gone`. Commits
         share the slots of pages that will not change.
@@ -105,40 +94,55 @@ class SSDTier:
             self._grow()
             kept = slots_of(table for commit, table in self._commits.items() if commit not in gone)
             kept = np.setdiff1d(kept, slots_of(self._table.table(run) for run in unchanging))
-            return self._table.slots - self._pages - len(kept)
+            return self._table.slots - self._pages - self.added.count - len(kept)
 
     def alloc(self, pages: int) -> PageRun:
-        """Permanently allocate the next free pages. Raises ValueError if there are too few."""
-        if self._allocated + pages > self._table.pages:
-            raise ValueError(f"cannot allocate {pages} pages on SSD: {self._table.pages - self._allocated} are left")
-        self._allocated += pages
-        return PageRun(self._allocated - pages, pages)
+        """Permanently allocate the next pages. If the tier has no room for them, it grows.
+
+        Raises StorageError and BudgetError like `PageStore`. Nothing is allocated then.
+        """
+        with self._changed:
+            stop = self._allocated + pages
+            if stop > self._table.pages:
+                spare = max(self._spare, self._store.beside - self._kept_by_others)
+                self._grow_to(self._pages + stop - self._numbers + spare)
+                self._table.extend(stop)
+            self._allocated = stop
+            return PageRun(stop - pages, pages)
+
+    @property
+    def added(self) -> PageRun:
+        """The pages by which the tier has grown, which come last."""
+        return PageRun(self._numbers, max(0, self._allocated - self._numbers))
 
     def make_room(self, pages: int, spare: int) -> None:
         """Grow for `rearrange` with these numbers. Raises StorageError and BudgetError like `PageStore`."""
         with self._changed:
-            self._grow_to(pages + spare)
+            self._grow_to(pages + self.added.count + spare)
 
     def rearrange(self, pages: int, spare: int, kept: Mapping[PageRun, PageRun], numbers: int | None = None) -> None:
         """Allocate `pages` pages anew, with `spare` additional slots, for which there is room. `kept`: run of the new
-        pages -> run whose content it has from now on, without I/O. What other pages hold is lost, unless a snapshot or
-        a commit keeps it. No load or store is under way.
+        pages -> run whose content it has from now on, without I/O. `added` pages follow, as they are. What other pages
+        hold is lost, unless a snapshot or a commit keeps it. No load or store is under way.
 
         `numbers`: how many pages can be named, if these are more than may have content at once.
         """
         numbers = pages if numbers is None else numbers
         with self._changed:
+            added = self.added
+            stop = numbers + added.count
             held = [*self._commits.values()]
             held += [table for each in self._kept if each.reference is None for table in each.tables.values()]
-            table = SlotTable(max(1, numbers), self._store.file.slots)
+            table = SlotTable(max(1, stop), self._store.file.slots)
             for each in held:
                 table.pin(each)
-            for run, before in kept.items():
+            for run, before in {**kept, PageRun(numbers, added.count): added}.items():
                 content = self._table.table(before)
                 table.pin(content)
                 table.adopt(run, content)
                 table.unpin(content)
-            self._table, self._pages, self._spare, self._allocated = table, pages, spare, numbers
+            self._table, self._pages, self._spare = table, pages, spare
+            self._numbers, self._allocated = numbers, stop
             self._changed.notify_all()
 
     def share(self, run: PageRun, into: PageRun) -> None:
@@ -156,9 +160,10 @@ class SSDTier:
             self._changed.notify_all()
 
     def load(self, run: PageRun, offset_bytes: int, into: memoryview) -> None:
-        """Read whole pages, with the content of the latest store that has ended.
+        """Read pages, with the content of the latest store that has ended. A page that was stored in part is read as
+        far as that.
 
-        Raises ValueError if the bytes are outside the run, or if offset or length is not a multiple of the page size.
+        Raises ValueError like `PageRun.part`.
         Raises CorruptPageError if the bytes differ from those that were stored, and StorageError if the disk fails.
         """
         pages = self._part(run, offset_bytes, into.nbytes)
@@ -173,7 +178,7 @@ class SSDTier:
                 self._changed.notify_all()
 
     def store(self, run: PageRun, offset_bytes: int, data: memoryview) -> None:
-        """Write whole pages, without overwriting anything that is kept.
+        """Write pages, without overwriting anything that is kept. Only a part of the last page may be written.
 
         Waits for a free slot while a snapshot may still free some. Raises ValueError like `load`, StorageError if the
         disk fails, and BudgetError if no slot is left. After a StorageError, pages may hold neither the old bytes nor
@@ -259,18 +264,23 @@ class SSDTier:
 
     def _grow(self) -> bool:
         """Add the slots that commits of other runs keep of this run's spare ones. Returns whether there were any."""
-        return self._grow_to(self._pages + self._spare)
+        return self._grow_to(self._pages + self.added.count + self._spare)
 
     def _grow_to(self, slots: int) -> bool:
         """Grow to so many slots in addition to those that commits of other runs keep. Returns whether that added
         any."""
-        others = (
-            self._commits[c] for c, run in self._run_of.items() if c in self._commits and run not in self._own_runs
-        )
-        before, kept = self._table.slots, len(slots_of(others))
+        before, kept = self._table.slots, self._kept_by_others
         self._store.grow(slots + kept, kept)
         self._table.grow(self._store.file.slots)
         return self._table.slots > before
+
+    @property
+    def _kept_by_others(self) -> int:
+        """Slots that commits of other runs keep."""
+        others = (
+            self._commits[c] for c, run in self._run_of.items() if c in self._commits and run not in self._own_runs
+        )
+        return len(slots_of(others))
 
     def _let_go(self, kept: "_Kept") -> None:
         """A snapshot has ended. Its slots become free, unless it was committed."""

@@ -16,6 +16,7 @@ from llvmlite.binding import add_symbol
 from numba import types
 
 from pagoda.jit import kernel
+from pagoda.memory.page import pages_for
 
 
 def _address_of_xxh3() -> int | None:
@@ -35,17 +36,18 @@ _xxh3 = types.ExternalFunction("pagoda_xxh3", types.uint64(types.uint64, types.u
 
 
 @kernel
-def _hash_pages(address: int, page_bytes: int, hashes: Any) -> None:
+def _hash_pages(address: int, nbytes: int, page_bytes: int, hashes: Any) -> None:
     for page in range(len(hashes)):
-        hashes[page] = _xxh3(address + page * page_bytes, page_bytes)
+        at = page * page_bytes
+        hashes[page] = _xxh3(address + at, min(page_bytes, nbytes - at))
 
 
 def hashes_of(data: memoryview, page_bytes: int) -> npt.NDArray[np.uint64]:
-    """XXH3-64 of each page of `data`, shape [pages]. `data` has whole pages only."""
-    hashes = np.empty(data.nbytes // page_bytes, np.uint64)
+    """XXH3-64 of each page of `data`, shape [pages]. The last page may be a part of one."""
+    hashes = np.empty(pages_for(data.nbytes, page_bytes), np.uint64)
     if _XXH3 is None:  # the extension exports nothing: slower with other busy threads
         hashes[:] = [xxhash.xxh3_64_intdigest(data[at : at + page_bytes]) for at in range(0, data.nbytes, page_bytes)]
     elif len(hashes):
         address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-        _hash_pages(address, page_bytes, hashes)
+        _hash_pages(address, data.nbytes, page_bytes, hashes)
     return hashes
