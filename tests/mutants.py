@@ -125,8 +125,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "memory/ssd/tier.py": {
         "pages that are added take spare slots": (
-            "self._grow_to(stop + max(self._spare, self._store.beside - self._kept_by_others))",
-            "self._grow_to(stop)",
+            "self._grow_to(self._pages + stop - self._numbers + spare)",
+            "self._grow_to(self._pages + stop - self._numbers)",
             "memory/test_ssd_tier.py",
         ),
         "pages that are added take the slots that checkpoints leave to states": (
@@ -135,7 +135,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "memory/test_page_store.py",
         ),
         "pages that were added lose their content when others move": (
-            "in {**kept, PageRun(pages, added.count): added}.items()",
+            "in {**kept, PageRun(numbers, added.count): added}.items()",
             "in kept.items()",
             "memory/test_ssd_tier.py autograd/test_places.py",
         ),
