@@ -143,7 +143,7 @@ class Reducer:
         self._uses[self._next ^ 1] = handle
         event = self._driver.scheduler.gradient
         try:  # it is told once the reduction has its turn, since what follows may share the updated weights
-            self._tell(event, unit.index, gradient.complete, last, gradient, None, True)
+            self._tell(event, unit.index, gradient.complete, last, None, True)
         except BaseException as error:
             announced.finish(error)
             raise
