@@ -36,18 +36,8 @@ def test_what_it_reports_is_what_train_reads_and_reports(tmp_path: Path, capsys:
         r"«It is .*<\|im_end\|>",
     ):
         assert re.search(expected, text), expected
-    train = [
-        "train",
-        *read,
-        "--data",
-        str(data),
-        "--max-steps",
-        "1",
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--no-save-at-end",
-    ]
-    trained = lines_of([*train, "--memory.host", "64MiB"], capsys)
+    run = f"--output-dir {tmp_path / 'run'} --max-steps 1 --no-save-at-end --memory.host 64MiB"
+    trained = lines_of(["train", *read, "--data", str(data), *run.split()], capsys)
     assert [line for line in shown if line not in trained] == []
 
 

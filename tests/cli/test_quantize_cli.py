@@ -148,21 +148,6 @@ def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and
     assert len([*planned.experts()]) == of_experts == 2 * 8
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ((), "give --lora-r too"),
-        ((*ADAPTED, "--model", "llama-15m"), "--load-in-4bit is for pretrained weights, which 'llama-15m' lacks"),
-    ],
-)
-def test_what_cannot_be_quantized_is_refused(
-    flags: tuple[str, ...], words: str, work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(work.args("run", "--load-in-4bit", *flags)) == 2
-    assert words in " ".join(capsys.readouterr().err.split())
-    assert not (work.root / "run").exists()
-
-
 @pytest.mark.slow
 def test_a_model_that_is_in_4_bits_already_trains_from_its_packed_weights_or_from_their_values(
     model: Path, work: Workspace
