@@ -17,21 +17,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from zoo import losses_of
+from zoo import SIZES, VOCABULARY, losses_of
 
 import pagoda
 
-VOCABULARY = 96
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-}
+_COMMON: dict[str, Any] = {**SIZES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_COMMON["max_position_embeddings"] = 64
 
 
 def llama(tied: bool) -> nn.Module:

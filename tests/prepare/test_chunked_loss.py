@@ -121,18 +121,7 @@ def test_refuses_a_target_that_is_no_row() -> None:
 
 def gemma2() -> nn.Module:
     """Soft cap between the output layer and the loss."""
-    config = Gemma2Config(
-        vocab_size=zoo.VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        use_cache=False,
-        final_logit_softcapping=2.0,
-    )
-    return Gemma2ForCausalLM(config)
+    return Gemma2ForCausalLM(Gemma2Config(**zoo.SIZES, num_hidden_layers=2, head_dim=16, final_logit_softcapping=2.0))
 
 
 MODELS = {"llama": zoo.llama, "qwen3": zoo.qwen3, "t5": zoo.t5, "gemma2": gemma2}

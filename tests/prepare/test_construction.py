@@ -233,7 +233,7 @@ class OddShapes(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_parameters_of_any_shape_train(precision: str, wrap: Wrap) -> None:
+def test_parameters_of_any_shape_train_and_are_resumed(precision: str, wrap: Wrap, tmp_path: Path) -> None:
     model, optimizer = wrap(OddShapes(), precision=precision)
     assert [tuple(p.shape) for p in model.parameters()] == [(), (1, 1), (0, 3)]
     first = model(torch.ones(2)).item()
@@ -245,6 +245,9 @@ def test_parameters_of_any_shape_train(precision: str, wrap: Wrap) -> None:
     found = values(model)
     assert found["scale"] < 2.5
     assert found["empty"].shape == (0, 3)
+    optimizer.save_checkpoint(tmp_path / "step")
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert [entry["step"].item() for entry in optimizer.state_dict()["state"].values()] == [30, 30, 30]
 
 
 class Adapted(nn.Module):

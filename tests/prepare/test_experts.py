@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
+import zoo
 from pairwise import each_once
 from peft import LoraConfig, get_peft_model
 from runtime.conftest import Wrap
@@ -50,19 +51,11 @@ from pagoda.prepare.experts import ExpertStack, RoutedExperts, SwitchRouter
 STEPS = 3
 WHOLE = pagoda.Tiles(tile_limit=1 << 40)
 """Leaves stacks of experts whole."""
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "use_cache": False,
-}
+SIZES: dict[str, Any] = {**zoo.SIZES, "num_hidden_layers": 2, "head_dim": 16}
 
 
 def mixtral(**others: Any) -> nn.Module:
-    sizes = {"num_local_experts": 4, "intermediate_size": 96, "output_router_logits": True, **SIZES}
+    sizes = {"num_local_experts": 4, "output_router_logits": True, **SIZES}
     return MixtralForCausalLM(MixtralConfig(**sizes | others))
 
 
@@ -77,7 +70,7 @@ def gpt_oss() -> nn.Module:
 
 
 def deepseek_v3() -> nn.Module:
-    sizes = SIZES | {"num_key_value_heads": 4, "head_dim": None, "intermediate_size": 96, "moe_intermediate_size": 32}
+    sizes = SIZES | {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 32}
     heads = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1}
     return DeepseekV3ForCausalLM(DeepseekV3Config(first_k_dense_replace=1, **sizes, **heads, **experts))
@@ -86,7 +79,7 @@ def deepseek_v3() -> nn.Module:
 def qwen3_next() -> nn.Module:
     """A layer of linear attention and one of full attention."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    shared = {"shared_expert_intermediate_size": 32, "intermediate_size": 96}
+    shared = {"shared_expert_intermediate_size": 32}
     heads = {f"linear_{which}_head_dim": 16 for which in ("key", "value")}
     heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     kinds = ["linear_attention", "full_attention"]
@@ -102,14 +95,8 @@ def switch(**others: Any) -> nn.Module:
     return SwitchTransformersForConditionalGeneration(config)
 
 
-BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": mixtral,
-    "qwen3-moe": qwen3_moe,
-    "gpt-oss": gpt_oss,
-    "deepseek-v3": deepseek_v3,
-    "qwen3-next": qwen3_next,
-    "switch": switch,
-}
+_BUILDERS: tuple[Callable[[], nn.Module], ...] = (mixtral, qwen3_moe, gpt_oss, deepseek_v3, qwen3_next, switch)
+BUILDERS = {build.__name__.replace("_", "-"): build for build in _BUILDERS}
 EXPERTS = {"mixtral": 8, "qwen3-moe": 16, "gpt-oss": 16, "deepseek-v3": 8, "qwen3-next": 16, "switch": 16}
 """How many each model has."""
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) > (5, 17)
@@ -165,14 +152,8 @@ def test_placement_does_not_change_a_bit(
     memory = squeeze(
         built(name), placement, tmp_path, clipping=clip is not None, announced=announced, activations=activations
     )
-    outcome = run(
-        built(name),
-        memory,
-        few_tokens,
-        max_grad_norm=clip,
-        gradient_accumulation_steps=announced,
-        activations=activations,
-    )
+    settings = {"gradient_accumulation_steps": announced, "activations": activations}
+    outcome = run(built(name), memory, few_tokens, max_grad_norm=clip, **settings)
     assert ("exp_avg" in outcome.plan.bytes.get("ssd", {})) == (placement != ARENA)
     outcome.assert_same_bits(resident(name, clip))
 
@@ -193,15 +174,10 @@ def adapted(name: str, **settings: Any) -> Any:
     return model.train()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mixtral",
-        "gpt-oss",
-        "qwen3-next",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3-moe", "deepseek-v3")),
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "deepseek-v3")]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-next", *SLOW])
 def test_adapters_of_experts_have_the_bits_of_peft_with_every_expert_a_unit(name: str, tmp_path: Path) -> None:
     plain, expected = adapted(name), []
     optimizer = torch.optim.SGD([param for param in plain.parameters() if param.requires_grad], lr=0.1)
