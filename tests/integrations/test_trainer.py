@@ -68,14 +68,12 @@ def test_autocast_has_the_bits_of_the_stock_trainer_in_bf16(activations: str, pa
     assert logged(in_bf16, "loss") == pytest.approx(logged(expected, "loss"), rel=2e-2)
 
 
+ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 5}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SAME: dict[str, dict[str, Any]] = {
     "adafactor, checkpointing": {"optim": "adafactor", "activation_checkpointing": True},
     "adamw, groups, schedule": {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, **EVALUATED},
-    "sgd, accumulation, the last step of an epoch is shorter": {
-        **{"optim": "sgd", "max_steps": 5},
-        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
-    },
+    "sgd, accumulation, the last step of an epoch is shorter": {"optim": "sgd", **ACCUMULATED},
 }
 
 
