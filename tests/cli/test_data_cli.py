@@ -53,8 +53,9 @@ def test_what_does_not_fit_into_a_sequence_is_counted_and_what_cannot_be_read_is
     write_lines(data, [{"messages": [{"content": "hi"}]}])
     assert main(["data", str(data), *read]) == 2
     assert re.fullmatch(r"pagoda: .*line 1: messages\[0\] has no role: .*\n", capsys.readouterr().err)
-    (text := tmp_path / "a.txt").write_text("some text " * 90)
-    said = "\n".join(lines_of(["data", str(text), "--model", "llama-15m", *read[2:]], capsys))
+    (text := tmp_path / "a.txt").write_text("some text " * 50)
+    (more := tmp_path / "b.txt").write_text("some text " * 40)
+    said = "\n".join(lines_of(["data", str(text), str(more), "--model", "llama-15m", *read[2:]], capsys))
     assert "Lengths" not in said
-    assert "1 document in 1 file, 900 tokens" in said
-    assert "Left out the last 4 tokens, less than a sequence" in said
+    assert "2 documents in 2 files, 901 tokens" in said
+    assert "Left out the last 5 tokens, less than a sequence" in said

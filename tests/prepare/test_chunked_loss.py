@@ -210,14 +210,6 @@ def test_logits_that_are_read_are_those_of_the_layer() -> None:
     torch.testing.assert_close(late.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad)
 
 
-def test_generates_the_same_tokens() -> None:
-    prompt = inputs()["input_ids"]
-    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(
-        built("llama").generate(prompt, **greedy), pagoda.chunked_loss(built("llama")).generate(prompt, **greedy)
-    )
-
-
 def test_refuses_to_make_logits_from_weights_that_have_changed() -> None:
     model = pagoda.chunked_loss(built("llama"))
     output = model(**inputs())

@@ -19,7 +19,6 @@ from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.sizes import format_bytes
 from pagoda.train import TrainConfig, run
-from pagoda.train.evaluate import Evaluator
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.tiny import before_step, tiny_run, trained
@@ -50,19 +49,6 @@ def test_by_default_a_checkpoint_is_saved_after_half_an_hour_of_training(
     other = replace(config, save_minutes=0.0, output_dir=config.output_dir.with_name("other"))
     trained(other)
     assert checkpoints(other) == []
-
-
-def test_the_best_checkpoint_is_one_of_the_last_or_one_more(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = iter([9.0, 8.0, 7.0, 6.0, 7.0, 8.0, 9.0])
-    measure = Evaluator.measure
-    monkeypatch.setattr(Evaluator, "measure", lambda *args: replace(measure(*args), loss=next(losses)))
-    config = replace(config, eval_share=0.2, max_eval_samples=4, eval_steps=1, max_steps=3)
-    trained(config)
-    assert checkpoints(config) == [2, 3]
-    trained(replace(config, resume_from_checkpoint="last", max_steps=6))
-    assert checkpoints(config) == [3, 5, 6]
 
 
 def test_a_checkpoint_with_a_file_of_the_user_is_kept(

@@ -373,20 +373,10 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_remedy(model: ModelT
 
 
 def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
-    (tmp_path / "book.txt").write_text("text")
-    binary = tmp_path / "some" / "binary"
-    binary.parent.mkdir()
-    binary.write_bytes(b"\x7fELF\0")
-    with pytest.raises(ConfigError, match=r"does not exist.*has book.txt"):
-        open_tokens(str(tmp_path / "bok.txt"))
     with pytest.raises(ConfigError, match="no has nothing"):
-        open_tokens(str(tmp_path / "no" / "bok.txt"))
-    with pytest.raises(ConfigError, match="line 1: not UTF-8 text"):
-        open_tokens(str(binary))
+        read(tmp_path / "no" / "bok.txt")
     with pytest.raises(ConfigError, match=r"line 1: no column 'body'; it has text"):
-        open_tokens(
-            str(write_lines(tmp_path / "a.jsonl", [{"text": "a"}])), settings=DataSettings(dataset_text_field="body")
-        )
+        read(write_lines(tmp_path / "a.jsonl", [{"text": "a"}]), dataset_text_field="body")
 
 
 def test_tokens_are_made_once_and_again_for_other_data_of_the_same_size_and_time(
