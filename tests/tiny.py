@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagoda.cli.main import main
 from pagoda.config.memory import Memory
@@ -47,6 +48,15 @@ def write_model(directory: Path, **changes: object) -> str:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     return str(directory)
+
+
+def write_weights(directory: Path, **changes: object) -> Path:
+    """Write `LLAMA`, with these changes and random weights; returns the directory."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(write_model(directory, **changes))).save_pretrained(
+        directory
+    )
+    return directory
 
 
 def tiny_run(folder: Path, **settings: Any) -> TrainConfig:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM
 
 import pagoda
-from integrations.tiny_text import arguments, logged, memory, model, samples, warmed
+from integrations.tiny_text import Calls, arguments, logged, memory, model, samples, warmed
 from pagoda.integrations import Paging, seals
 from pagoda.integrations.staging import STATE
 from pagoda.integrations.transformers import PagedTrainerMixin, Seq2SeqTrainer, Trainer
@@ -129,24 +129,18 @@ def test_losses_in_fp16_and_clipped_are_near_the_stock_trainers(paged: Make, tmp
     assert logged(trainer, "loss")[-1] < logged(trainer, "loss")[0]
 
 
-class Stop(TrainerCallback):
-    """Ends a run after some steps, as if it had been killed."""
-
-    def __init__(self, after: int) -> None:
-        self._after = after
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._after:
-            raise KeyboardInterrupt
-
-
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(paged: Make, tmp_path: Path) -> None:
     settings = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
     settings |= {"fp16": True}
     dropout = {"attention_dropout": 0.1}
     whole = paged("whole", given={"model": model(**dropout)}, **settings)
     whole.train()
-    ended = paged("ended", given={"model": model(**dropout), "callbacks": [Stop(5)]}, **settings)
+
+    def stop(state: Any) -> None:
+        if state.global_step == 5:
+            raise KeyboardInterrupt  # as if it had been killed
+
+    ended = paged("ended", given={"model": model(**dropout), "callbacks": [Calls(on_step_end=stop)]}, **settings)
     with pytest.raises(KeyboardInterrupt):
         ended.train()
     (tmp_path / "ended" / "checkpoint-5").mkdir()  # a crash while it was written
@@ -491,20 +485,16 @@ def test_a_run_without_a_checkpoint_raises_the_stock_trainers_error(where: Any, 
     assert "nother trainer" not in str(raised.value)
 
 
-class Preempted(TrainerCallback):
+class Preempted:
     """Asks for a checkpoint as SIGTERM does with `enable_jit_checkpoint`, before the fourth step or within it."""
 
+    manager: Any
+
     def __init__(self, within: bool) -> None:
-        self._within = within
+        self.callback = Calls(**{"on_substep_end" if within else "on_step_begin": self._ask})
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._ask(state.global_step == 3 and not self._within)
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._ask(state.global_step == 3 and self._within)
-
-    def _ask(self, now: bool) -> None:
-        self.manager.is_checkpoint_requested |= now
+    def _ask(self, state: Any) -> None:
+        self.manager.is_checkpoint_requested |= state.global_step == 3
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -514,7 +504,7 @@ def test_what_is_saved_on_sigterm_resumes(within: bool, paged: Make) -> None:
     whole = paged("whole", **settings)
     whole.train()
     asks = Preempted(within)
-    ended = paged("ended", given={"callbacks": [asks]}, **settings)
+    ended = paged("ended", given={"callbacks": [asks.callback]}, **settings)
     managers = [getattr(each, "jit_manager", None) for each in ended.callback_handler.callbacks]
     (asks.manager,) = filter(None, managers)
     ended.train()

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,29 +13,22 @@ import pytest
 import torch
 import transformers
 from files import fill_disk
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
 import pagoda
 from integrations.test_trainer import Make, logged, paged, stock
-from integrations.tiny_text import memory, model, samples
+from integrations.tiny_text import Calls, memory, model, samples
 from pagoda.checkpoint import pending, snapshot
 from pagoda.cli.main import main
 from pagoda.integrations import seals
 from pagoda.integrations.staging import STATE, Staged
 from pagoda.memory.ssd.orphans import orphans_in
+from tests.train.test_signals import usual
 
-__all__ = ["paged"]
+__all__ = ["paged", "usual"]
 Capture = pytest.CaptureFixture[str]
 EACH = {"save_strategy": "steps", "save_steps": 1}
-
-
-class Calls(TrainerCallback):
-    """Calls functions when events come."""
-
-    def __init__(self, **functions: Callable[[Any], None]) -> None:
-        for name, function in functions.items():
-            setattr(self, name, lambda args, state, control, _call=function, **_: _call(state))
 
 
 def names(out: Path) -> list[str]:
@@ -149,17 +141,6 @@ def test_what_the_trainer_writes_itself_is_tried_again_too(
     monkeypatch.setattr(torch, "save", full)
     paged(save_strategy="steps", save_steps=2, max_steps=2).train()
     assert names(tmp_path / "paged") == ["checkpoint-2"]
-
-
-@pytest.fixture
-def usual() -> Iterator[list[int]]:
-    """What signals do after the run: they are noted here."""
-    noted: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {kind: signal.signal(kind, lambda number, _: noted.append(number)) for kind in kinds}
-    yield noted
-    for kind, handler in before.items():
-        signal.signal(kind, handler)
 
 
 @pytest.mark.parametrize(

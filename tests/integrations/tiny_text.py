@@ -1,5 +1,6 @@
 """A model and data on which trainers of transformers run in milliseconds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def arguments(out: Path, kind: type[TrainingArguments] = TrainingArguments, **ch
     settings = {"per_device_train_batch_size": 2, "max_steps": 6, "learning_rate": 1e-2, "max_grad_norm": 0.0}
     settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
     return kind(output_dir=str(out), **{**settings, **changes})
+
+
+class Calls(transformers.TrainerCallback):
+    """Calls functions when events come."""
+
+    def __init__(self, **functions: Callable[[Any], None]) -> None:
+        for name, function in functions.items():
+            setattr(self, name, lambda args, state, control, _call=function, **_: _call(state))
 
 
 def warmed(optimizer: torch.optim.Optimizer) -> Any:
