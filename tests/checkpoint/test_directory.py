@@ -101,9 +101,7 @@ def test_everything_is_synced_before_it_gets_its_name_and_nothing_else_is_left(
     assert synced == [*((str(path), False) for path in (*in_parents, *before[1:])), (str(runs / "first"), True)]
 
 
-def test_a_disk_that_fails_is_an_error_that_names_the_checkpoint_unless_it_is_another_disk(
-    tmp_path: Path,
-) -> None:
+def test_a_disk_that_fails_is_an_error_that_names_the_checkpoint_unless_it_is_another_disk(tmp_path: Path) -> None:
     """Reading the states to save may fail, too."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for error, message in (

@@ -218,9 +218,7 @@ def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.Monkey
     assert len(simulated) - searched <= 2 * 9
 
 
-def test_the_search_for_the_largest_builds_two_layers_and_simulates_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_search_for_the_largest_builds_two_layers_and_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     built = counted(monkeypatch, pagoda.models, "build_model")
     simulated = counted(monkeypatch, problems, "simulate")
     machine = Machine(find_machine("rtx4090"), here=False)

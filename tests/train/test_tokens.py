@@ -168,11 +168,7 @@ CONVERSATIONS: dict[str, tuple[str, Any, list[Any]]] = {
     "other names of roles": ("a.json", [[{"role": r, "content": "yes"} for r in ("Assistant", "model")]], [[YES, YES]]),
     "to be trained": ("a.json", [[{**YES, "weight": 1.0, "training": True, "name": "x"}]], [[{**YES, "name": "x"}]]),
     "TRL's prompt and completion": ("a.json", [{"prompt": TALK[:1], "completion": [YES]}], [TALK]),
-    "what was said before the completion": (
-        "a.json",
-        [{"prompt": TALK, "completion": [YES]}],
-        [[TALK[0], {**YES, "train": False}, YES]],
-    ),
+    "said before": ("a.json", [{"prompt": TALK, "completion": [YES]}], [[TALK[0], {**YES, "train": False}, YES]]),
     "question and answer": ("a.csv", "question,answer\nhi,yes\n", [TALK]),
     "messages as JSON in a table": ("a.csv", "messages\n" + quoted(json.dumps(TALK)) + "\n", [TALK]),
     "a byte-order mark before an array": ("a.json", "\ufeff" + json.dumps([{"messages": TALK}]), [TALK]),
@@ -262,6 +258,10 @@ def message(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "assistant", "content": "a", **fields}]}).encode()
 
 
+def with_more(line: bytes, **fields: Any) -> bytes:
+    return json.dumps({**json.loads(line), **fields}).encode()
+
+
 def parquet(**columns: list[str]) -> bytes:
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table(columns, schema=pyarrow.schema(dict.fromkeys(columns, "string"))), sink)
@@ -271,11 +271,7 @@ def parquet(**columns: list[str]) -> bytes:
 BROKEN: dict[str, tuple[str, bytes, str]] = {
     "not JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
     "no object": ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: a list where a record"),
-    "no known column": (
-        "a.jsonl",
-        b'{"body": "a", "id": 1}\n',
-        r"line 1: none of its columns \(body, id\).*--dataset-text-field",
-    ),
+    "no known column": ("a.jsonl", b'{"body": "a", "id": 1}\n', r"columns \(body, id\).*--dataset-text-field"),
     "no text": ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: text is a int, not text.*--dataset-text-field"),
     "no role": ("a.jsonl", b'{"messages": [{"content": "a"}]}\n', r"line 1: messages\[0\] has no role"),
     "no message": ("a.jsonl", b'{"messages": ["a"]}\n', r"line 1: messages\[0\] is a str"),
@@ -285,23 +281,11 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "UTF-16": ("a.txt", "one".encode("utf-16"), "line 1: not UTF-8 text: convert it, as with iconv"),
     "UTF-32": ("a.txt", "one".encode("utf-32"), "line 1: not UTF-8 text: convert it, as with iconv"),
     "records in UTF-16": ("a.csv", "text\none".encode("utf-16"), "cannot be read: 'utf-8' codec can't decode"),
-    "two system prompts": (
-        "a.jsonl",
-        b'{"messages": [{"role": "system", "content": "a"}], "system": "b"}\n',
-        "another one in the column",
-    ),
+    "two system prompts": ("a.jsonl", with_more(message(role="system"), system="b"), "another one in the column"),
     "messages that are text": ("a.csv", b"messages,id\nhi,1\n", "none of its columns"),
-    "no tools": ("a.jsonl", message().replace(b"}]", b'}], "tools": 3'), "line 1: tools is not a list of tools, nor"),
-    "broken tools": (
-        "a.jsonl",
-        message().replace(b"}]", b'}], "tools": "a"'),
-        "line 1: tools is not a list of tools, nor",
-    ),
-    "broken array": (
-        "a.json",
-        b'[{"text": "a"},',
-        "a.json cannot be read: Illegal trailing comma|a.json cannot be read: Expecting value",
-    ),
+    "no tools": ("a.jsonl", with_more(message(), tools=3), "line 1: tools is not a list of tools, nor"),
+    "broken tools": ("a.jsonl", with_more(message(), tools="a"), "line 1: tools is not a list of tools, nor"),
+    "broken array": ("a.json", b'[{"text": "a"},', "a.json cannot be read: (Illegal trailing comma|Expecting value)"),
     "fields too many": ("a.csv", b"text,id\na,1\nb,2,3\n", "cannot be read: .*Expected 2 fields in line 3, saw 3"),
     "an open quote": ("a.csv", b'text,id\na,1\n"b,2\n', "cannot be read: .*EOF inside string"),
     "Parquet without rows": ("a.parquet", parquet(text=[]), "holds no text"),
@@ -312,32 +296,20 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "empty": ("a.txt", b"", "holds no text"),
     "only empty records": ("a.jsonl", b'{"text": ""}\n', "holds no text"),
     "packed badly": ("a.jsonl.gz", b"no gzip", "cannot be read"),
-    "gzip cut short": (
-        "a.jsonl.gz",
-        gzip.compress(b'{"text": "a"}\n')[:-9],
-        "a.jsonl.gz cannot be read: Compressed file ended",
-    ),
+    "gzip cut short": ("a.txt.gz", gzip.compress(b"text")[:-9], "a.txt.gz cannot be read: Compressed file ended"),
     "bzip2 cut short": ("a.txt.bz2", bz2.compress(b"text")[:-1], "a.txt.bz2 cannot be read: Compressed file ended"),
     "xz cut short": ("a.csv.xz", lzma.compress(b"text\na\n")[:-1], "a.csv.xz cannot be read: Compressed file ended"),
     "xz damaged": ("a.txt.xz", lzma.compress(b"text")[:-20] + bytes(20), "a.txt.xz cannot be read: Corrupt input data"),
     "zstd cut short": ("a.txt.zst", b"", "a.txt.zst cannot be read: Compression type zstd not supported"),
-    "an image": (
-        "a.jsonl",
-        message(content=[{"type": "image"}]),
-        r"messages\[0\] has content of type image",
-    ),
+    "an image": ("a.jsonl", message(content=[{"type": "image"}]), r"messages\[0\] has content of type image"),
     "a split as a weight": (
         "a.json",
-        b'{"train": [%s]}' % b",".join([b'{"text": "a"}'] * 99),
-        r"train \[.*\.\.\.\]: it is",
+        json.dumps({"train": [{"text": "a"}] * 99}).encode(),
+        r"train \[.*\.{3}\]: it is",
     ),
     "a trained user": ("a.jsonl", message(role="user", train=True), r"the role 'user': .*Leave train out"),
     "no call": ("a.jsonl", message(tool_calls=["look"]), "tool_calls that are not a list of objects"),
-    "a single message": (
-        "a.jsonl",
-        b'{"role": "user", "content": "a"}\n',
-        "a single message.*--dataset-text-field content",
-    ),
+    "a single message": ("a.jsonl", b'{"role": "user", "content": "a"}\n', "a single message.*--dataset-text-field co"),
     "no history": ("a.jsonl", b'{"instruction": "a", "output": "b", "history": ["c"]}', "history must be a list of p"),
     "a list of texts": ("a.json", b'[["a", "b"]]', "entry 1: a list where a record"),
 }
