@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -13,6 +14,7 @@ from pagoda.config.reading import DataSettings
 from pagoda.train.records import Document
 from pagoda.train.seen import Seen
 from pagoda.train.sources import documents, find
+from pagoda.train.tokens import Tokens
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -83,6 +85,11 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
     """A file of JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def text_of(tokens: Tokens) -> str:
+    """What tokens of bytes are of."""
+    return bytes(tokens.ids.astype(np.uint8)).decode()
 
 
 def read(name: Path | str, seen: Seen | None = None, **settings: Any) -> list[Document]:

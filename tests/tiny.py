@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.models.shapes import SHAPES
 from pagoda.train import TrainConfig, TrainResult, run
@@ -48,19 +50,28 @@ def write_model(directory: Path, **changes: object) -> str:
     return str(directory)
 
 
+def write_weights(directory: Path, **changes: object) -> Path:
+    """Write `LLAMA`, with these changes and random weights; returns the directory."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(write_model(directory, **changes))).save_pretrained(
+        directory
+    )
+    return directory
+
+
 def tiny_run(folder: Path, **settings: Any) -> TrainConfig:
     """A run of four steps in RAM, of a model and a text in the same folder; `settings` are others."""
     usual = {"data": write_text(folder / "text"), "output_dir": folder / "run", "memory": Memory(host="64MiB")}
-    usual |= {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "max_length": 16,
-        "eval_share": 0.0,
-        "precision": "bf16",
-    }
+    usual |= {"max_steps": 4, "per_device_train_batch_size": 2, "max_length": 16}
+    usual |= {"eval_share": 0.0, "precision": "bf16"}
     if "model" not in settings:
         usual["model"] = write_model(folder / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     return TrainConfig(**{**usual, **settings})
+
+
+def command(words: str) -> int:
+    """The exit code of `pagoda`, called as a user types it."""
+    return main(words.split())
 
 
 def trained(config: TrainConfig) -> tuple[TrainResult | None, str]:

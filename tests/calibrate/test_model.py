@@ -1,7 +1,6 @@
 """A model's compute is measured without the model, and torch is left as it was."""
 
 import gc
-import json
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,13 @@ from torch import nn
 
 from pagoda.calibrate.model import ComputeProfile, ComputeProfiler, Round, profile_of
 from pagoda.errors import ConfigError
+from tests.tiny import write_model
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> str:
     """A model whose layers outweigh its head, so that their time stands out of noise."""
-    settings = {
-        "model_type": "llama",
-        "vocab_size": 128,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "tie_word_embeddings": True,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    return str(tmp_path)
+    return write_model(tmp_path, vocab_size=128, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
 
 
 def profiled(model: str, precision: str = "fp32") -> ComputeProfile:

@@ -6,56 +6,40 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
-from zoo import losses_of
+from zoo import SIZES, VOCABULARY, losses_of
 
 import pagoda
 
-VOCABULARY = 96
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-}
+_COMMON: dict[str, Any] = {**SIZES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_COMMON["max_position_embeddings"] = 64
 
 
 def llama(tied: bool) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**_COMMON, tie_word_embeddings=tied))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_COMMON, tie_word_embeddings=tied))
 
 
 def gpt2() -> nn.Module:
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return transformers.GPT2LMHeadModel(config)
 
 
 def mixtral() -> nn.Module:
-    return MixtralForCausalLM(MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2))
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2)
+    )
 
 
 def qwen3_moe() -> nn.Module:
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         **_COMMON, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=2,
         mlp_only_layers=[],
     )  # fmt: skip
-    return Qwen3MoeForCausalLM(config)
+    return transformers.Qwen3MoeForCausalLM(config)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -9,16 +9,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    FineGrainedFP8Config,
-    GptOssConfig,
-    GptOssForCausalLM,
-)
 from transformers.integrations.finegrained_fp8 import Fp8Quantize, _dequantize_fp8_weight
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -49,8 +41,8 @@ def bitsandbytes(model: str = "mixtral", **settings: Any) -> Callable[[Path], No
     def write(directory: Path) -> None:
         pytest.importorskip("bitsandbytes")
         build(model, seed=5).to(torch.bfloat16).save_pretrained(directory / "plain")
-        config = BitsAndBytesConfig(**settings)
-        loaded = AutoModelForCausalLM.from_pretrained(
+        config = transformers.BitsAndBytesConfig(**settings)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
             directory / "plain", quantization_config=config, dtype=torch.bfloat16
         )
         loaded.save_pretrained(directory)
@@ -60,8 +52,10 @@ def bitsandbytes(model: str = "mixtral", **settings: Any) -> Callable[[Path], No
 
 def mxfp4(directory: Path) -> None:
     torch.manual_seed(5)
-    config = GptOssConfig(**COMMON, intermediate_size=32, num_local_experts=4, num_key_value_heads=2, head_dim=16)
-    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    config = transformers.GptOssConfig(
+        **COMMON, intermediate_size=32, num_local_experts=4, num_key_value_heads=2, head_dim=16
+    )
+    transformers.GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     tensors = safetensors.torch.load_file(directory / SINGLE)
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
         experts, inputs, outputs = tensors.pop(name).shape
@@ -73,8 +67,8 @@ def mxfp4(directory: Path) -> None:
 def float8(block: list[int] | None, scale_dtype: torch.dtype = torch.float32) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
         torch.manual_seed(5)
-        model = DeepseekV3ForCausalLM(
-            DeepseekV3Config(
+        model = transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(
                 **COMMON, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
                 n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=32,
                 qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
@@ -82,7 +76,7 @@ def float8(block: list[int] | None, scale_dtype: torch.dtype = torch.float32) ->
         )  # fmt: skip
         model.to(torch.bfloat16).save_pretrained(directory)
         tensors = safetensors.torch.load_file(directory / SINGLE)
-        settings = FineGrainedFP8Config(weight_block_size=block)
+        settings = transformers.FineGrainedFP8Config(weight_block_size=block)
         quantizer = Fp8Quantize(FineGrainedFP8HfQuantizer(settings))
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
             made = quantizer.convert({name: [tensors.pop(name)]})
@@ -116,7 +110,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def plain(directory: Path) -> nn.Module:
     """The model that transformers dequantizes, in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.dequantize(dtype=torch.float32) if getattr(model, "is_quantized", False) else model
 
 
@@ -135,7 +129,7 @@ def test_training_starts_from_what_transformers_dequantizes_and_an_export_is_not
     assert train(model, optimizer, 0, 1)
     optimizer.close()
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
 
 
@@ -202,7 +196,7 @@ def test_weights_in_4_bits_are_kept_as_they_are_under_adapters(name: str, tmp_pa
     bitsandbytes(name, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)(tmp_path)
     model = pagoda.load(tmp_path)
     quantize_layers(model, "4bit", torch.bfloat16, torch.device("cpu"))
-    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    expected = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     kept = {name: param for name, param in model.named_parameters() if type(param).__name__ == "Params4bit"}
     assert kept
     for key, param in kept.items():

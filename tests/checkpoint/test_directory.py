@@ -31,17 +31,6 @@ def assert_complete(directory: Path) -> None:
     assert read_manifest(directory)["states"] == ["weight"]
 
 
-def test_a_filled_directory_appears_at_its_end_and_leaves_nothing_else(tmp_path: Path) -> None:
-    target = tmp_path / "runs" / "first" / "step-1"
-    with committed(target) as folder:
-        assert not target.exists()
-        assert folder.parent == target.parent, "a rename is atomic only within a file system"
-        fill(folder)
-        assert not target.exists()
-    assert_complete(target)
-    assert list(target.parent.iterdir()) == [target]
-
-
 @pytest.mark.parametrize("error", [RuntimeError("in the middle"), KeyboardInterrupt()])
 def test_an_exception_inside_leaves_nothing_and_is_not_hidden(tmp_path: Path, error: BaseException) -> None:
     def fail(folder: Path) -> None:
@@ -87,7 +76,9 @@ def test_a_directory_that_another_process_filled_meanwhile_is_not_overwritten(tm
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_synced_before_it_gets_its_name_and_nothing_else_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = tmp_path / "runs"
     target = runs / "first" / "step-1"
     synced: list[tuple[str, bool]] = []
@@ -99,7 +90,10 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(module.os, "fsync", seen)
     with committed(target) as folder:
+        assert folder.parent == target.parent, "a rename is atomic only within a file system"
         fill(folder)
+    assert_complete(target)
+    assert list(target.parent.iterdir()) == [target]
     mark = folder / (PARTIAL_MARK + TEMPORARY)
     manifest = [folder / (MANIFEST + TEMPORARY), folder]
     before = [tmp_path, runs, mark, folder, runs / "first", *manifest, folder]
@@ -107,9 +101,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     assert synced == [*((str(path), False) for path in (*in_parents, *before[1:])), (str(runs / "first"), True)]
 
 
-def test_a_disk_that_fails_is_an_error_that_names_the_checkpoint_unless_it_is_another_disk(
-    tmp_path: Path,
-) -> None:
+def test_a_disk_that_fails_is_an_error_that_names_the_checkpoint_unless_it_is_another_disk(tmp_path: Path) -> None:
     """Reading the states to save may fail, too."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for error, message in (

@@ -21,22 +21,7 @@ from pagoda.errors import CheckpointError, PagodaError
 from pagoda.memory.identity import MANIFEST
 from tests.memory.ssd_parts import make_directory
 
-FORGED: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    2**70,
-    1.5,
-    float("inf"),
-    "",
-    "../x",
-    "/etc/passwd\0",
-    [],
-    {},
-    [[]],
-    [{}],
-    {"x": {}},
-)
+FORGED = (None, True, -1, 2**70, 1.5, float("inf"), "", "../x", "/etc/passwd\0", [], {}, [[]], [{}], {"x": {}})
 """Put in the place of every value."""
 
 
@@ -47,13 +32,14 @@ def model() -> nn.Module:
 
 def wrapped(ssd: Path) -> tuple[nn.Module, Any]:
     """On SSD as far as that goes, with weights that lag."""
-    settings: dict[str, Any] = {"ssd": str(ssd), "unit_limit": 8192, "page_size": 4096}
-    given: dict[str, Any] = {"precision": "fp32", "update": "async"}
-    rule = pagoda.AdamW(lr=1e-3)
+
+    def wrap(**memory: Any) -> tuple[nn.Module, Any]:
+        pages = pagoda.Memory(ssd=str(ssd), unit_limit=8192, page_size=4096, **memory)
+        return pagoda.wrap(model(), pagoda.AdamW(lr=1e-3), memory=pages, precision="fp32", update="async")
+
     with pytest.raises(pagoda.BudgetError) as refused:
-        pagoda.wrap(model(), rule, memory=pagoda.Memory(host=4096, **settings), **{"precision": "bf16", **given})
-    memory = pagoda.Memory(host=refused.value.needed_bytes, ssd_checkpoints=1, **settings)
-    return pagoda.wrap(model(), rule, memory=memory, **{"precision": "bf16", **given})
+        wrap(host=4096)
+    return wrap(host=refused.value.needed_bytes, ssd_checkpoints=1)
 
 
 @pytest.fixture(scope="module")

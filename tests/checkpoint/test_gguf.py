@@ -13,32 +13,21 @@ from zoo import RESIDENT, assert_equal
 import pagoda
 from pagoda.checkpoint.gguf import gguf_tensors
 from pagoda.checkpoint.pretrained import weight_files
-from pagoda.cli.main import main
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.models.build import model_directory
 from pagoda.models.gguf import settings_of
+from tests.tiny import command
 
 gguf: Any = pytest.importorskip("gguf", reason="pip install 'pagoda-train[gguf]'")
 HIDDEN, LAYERS = 64, 2
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "tie_word_embeddings": False,
-}
+SIZES = {"vocab_size": 300, "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", lambda: transformers.LlamaConfig(**SIZES)),
     "tied": ("llama", lambda: transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True})),
     "qwen2": ("qwen2", lambda: transformers.Qwen2Config(**SIZES)),
     "gemma2": ("gemma2", lambda: transformers.Gemma2Config(**{**SIZES, "tie_word_embeddings": True})),
-    "qwen3moe": (
-        "qwen3moe",
-        lambda: transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
-    ),
+    "qwen3moe": ("qwen3moe", lambda: transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)),
 }
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
@@ -95,11 +84,9 @@ def write(file: Path, name: str, form: str = "F32") -> None:
 def test_training_starts_from_the_values_of_transformers(name: str, form: str, tmp_path: Path) -> None:
     """Query and key are turned, norms shifted, experts joined, and blocks dequantized, as by `from_pretrained`."""
     write(tmp_path / "model.gguf", name, form)
+    config = transformers.GgufConfig(dequantize=True)
     plain = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        gguf_file="model.gguf",
-        dtype=torch.float32,
-        quantization_config=transformers.GgufConfig(dequantize=True),
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32, quantization_config=config
     )
     for given in (tmp_path, tmp_path / "model.gguf"):  # a directory with one, or the file
         model = pagoda.load(given)
@@ -133,26 +120,15 @@ def test_the_command_trains_and_generates_from_a_gguf_file(tmp_path: Path, capsy
     write(tmp_path / "model.gguf", "llama", "Q8_0")
     (tmp_path / "text.txt").write_text("a line of text\n" * 200)
     run = tmp_path / "run"
-    flags = ["--model", str(tmp_path / "model.gguf"), "--data", str(tmp_path / "text.txt"), "--output-dir", str(run)]
-    sizes = [
-        "--max-length",
-        "16",
-        "--per-device-train-batch-size",
-        "1",
-        "--max-steps",
-        "2",
-        "--memory.host",
-        "64MiB",
-        "--precision",
-        "fp32",
-    ]
-    assert main(["train", *flags, *sizes, "--plan", "usual"]) == 0
+    model, small = f"--model {tmp_path / 'model.gguf'} --max-length 16", "--memory.host 64MiB"
+    sizes = f"--per-device-train-batch-size 1 --max-steps 2 {small} --precision fp32 --plan usual"
+    assert command(f"train {model} --data {tmp_path / 'text.txt'} --output-dir {run} {sizes}") == 0
     assert "Weights: " in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "tokenizer")
     whole = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert tokenizer("a line")["input_ids"] == whole("a line")["input_ids"]
-    assert main(["generate", str(tmp_path), "--prompt", "a", "--max-new-tokens", "2", "--memory.host", "64MiB"]) == 0
-    assert main(["plan", *flags[:2], "--json", "--max-length", "16", "--hardware", "h100"]) == 0
+    assert command(f"generate {tmp_path} --prompt a --max-new-tokens 2 {small}") == 0
+    assert command(f"plan {model} --json --hardware h100") == 0
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:

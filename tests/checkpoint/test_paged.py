@@ -126,18 +126,6 @@ def test_a_frozen_base_on_ssd_is_kept_by_every_checkpoint_without_spare_pages(ss
     optimizer.close()
 
 
-def test_a_replaced_checkpoint_goes_once_the_new_one_is_complete(ssd: Path, tmp_path: Path) -> None:
-    run = Run(LLAMA, on_ssd(LLAMA, ssd))
-    for step in range(2 * HALF):
-        run.train(step, step + 1)
-        old = [tmp_path / f"step-{step - 1}"] if step else []
-        run.save(tmp_path / f"step-{step}", wait=False, replaces=old)
-    run.optimizer.wait_for_checkpoint()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ssd", f"step-{2 * HALF - 1}"]
-    assert PAGED in read_manifest(tmp_path / f"step-{2 * HALF - 1}")
-    run.finish().assert_continues_as(uninterrupted(LLAMA))
-
-
 def test_a_failed_checkpoint_keeps_no_pages(ssd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(LLAMA, on_ssd(LLAMA, ssd)).train(0, 1)
 

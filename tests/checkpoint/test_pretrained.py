@@ -18,7 +18,7 @@ from pagoda.checkpoint import pretrained, state
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.tensors import TensorFile
 from pagoda.checkpoint.waiting import is_waiting
-from pagoda.cli.main import main
+from tests.tiny import command
 
 from .hf_models import build, ids, train, wrapped
 
@@ -210,16 +210,13 @@ def test_the_command_trains_from_weights_or_config_alone(tmp_path: Path, capsys:
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     (tmp_path / "alone").mkdir()
     shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "alone")
-    args = ["train", "--data", str(tmp_path / "text.txt"), "--per-device-train-batch-size", "2", "--max-length", "16"]
-    args += ["--memory.host", "8MiB", "--plan", "usual"]
+    train = f"train --data {tmp_path / 'text.txt'} --per-device-train-batch-size 2 --max-length 16 --memory.host 8MiB"
 
-    def said(model: str, *flags: str) -> str:
-        assert (
-            main([*args, "--model", str(tmp_path / model), "--output-dir", str(tmp_path / f"run of {model}"), *flags])
-            == 0
-        )
+    def said(model: str, flags: str) -> str:
+        run = f"--model {tmp_path / model} --output-dir {tmp_path / 'run-of'}-{model}"
+        assert command(f"{train} --plan usual {run} {flags}") == 0
         return capsys.readouterr().out
 
-    assert re.search(r"Weights: .*hf, .* KiB in \d+ files", said("hf", "--max-steps", "1"))
-    assert "Weights" not in said("hf", "--max-steps", "2", "--resume-from-checkpoint", "last")
-    assert "Weights: random, seed 0" in said("alone", "--max-steps", "1")
+    assert re.search(r"Weights: .*hf, .* KiB in \d+ files", said("hf", "--max-steps 1"))
+    assert "Weights" not in said("hf", "--max-steps 2 --resume-from-checkpoint last")
+    assert "Weights: random, seed 0" in said("alone", "--max-steps 1")

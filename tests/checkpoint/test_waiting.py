@@ -99,22 +99,9 @@ def parametrized(model: Any) -> None:
     parametrizations.orthogonal(model.model.layers[0].self_attn.q_proj)
 
 
-CHANGES: dict[str, Change] = {
-    "copied_layer": copied_layer,
-    "cloned": cloned,
-    "tied": tied,
-    "fused": fused,
-    "grown": resized(80),
-    "shrunk": resized(20),
-    "cast": cast,
-    "written": written,
-    "from_sibling": from_sibling,
-    "target_network": target_network,
-    "averaged": averaged,
-    "pickled": pickled,
-    "trained": trained,
-    "parametrized": parametrized,
-}
+PLAIN = (copied_layer, cloned, tied, fused, cast, written, from_sibling, target_network, averaged, pickled, trained)
+CHANGES: dict[str, Change] = {change.__name__: change for change in (*PLAIN, parametrized)}
+CHANGES |= {"grown": resized(80), "shrunk": resized(20)}
 
 
 def values_after_wrap(model: nn.Module) -> dict[str, torch.Tensor]:

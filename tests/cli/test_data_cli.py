@@ -36,18 +36,8 @@ def test_what_it_reports_is_what_train_reads_and_reports(tmp_path: Path, capsys:
         r"«It is .*<\|im_end\|>",
     ):
         assert re.search(expected, text), expected
-    train = [
-        "train",
-        *read,
-        "--data",
-        str(data),
-        "--max-steps",
-        "1",
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--no-save-at-end",
-    ]
-    trained = lines_of([*train, "--memory.host", "64MiB"], capsys)
+    run = f"--output-dir {tmp_path / 'run'} --max-steps 1 --no-save-at-end --memory.host 64MiB"
+    trained = lines_of(["train", *read, "--data", str(data), *run.split()], capsys)
     assert [line for line in shown if line not in trained] == []
 
 
@@ -63,8 +53,9 @@ def test_what_does_not_fit_into_a_sequence_is_counted_and_what_cannot_be_read_is
     write_lines(data, [{"messages": [{"content": "hi"}]}])
     assert main(["data", str(data), *read]) == 2
     assert re.fullmatch(r"pagoda: .*line 1: messages\[0\] has no role: .*\n", capsys.readouterr().err)
-    (text := tmp_path / "a.txt").write_text("some text " * 90)
-    said = "\n".join(lines_of(["data", str(text), "--model", "llama-15m", *read[2:]], capsys))
+    (text := tmp_path / "a.txt").write_text("some text " * 50)
+    (more := tmp_path / "b.txt").write_text("some text " * 40)
+    said = "\n".join(lines_of(["data", str(text), str(more), "--model", "llama-15m", *read[2:]], capsys))
     assert "Lengths" not in said
-    assert "1 document in 1 file, 900 tokens" in said
-    assert "Left out the last 4 tokens, less than a sequence" in said
+    assert "2 documents in 2 files, 901 tokens" in said
+    assert "Left out the last 5 tokens, less than a sequence" in said

@@ -86,39 +86,25 @@ def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan:
     assert "Raise --memory.host" in refused["refusal"]
 
 
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        (("--model", "gpt2", "--hardware", "h10"), "Did you mean 'h100'?"),
-        (("--model", "lama-8b", "--hardware", "rtx4090"), "Did you mean 'llama-8b'?"),
-        (("--hardware", "h100"), "--max-model"),
-        (("--model", "gpt2", "--hardware", "h100x8", "--pipeline-parallel", "3"), "--pipeline-parallel is 3, which"),
-        (
-            ("--model", "gpt2", "--hardware", "rtx4090", "--sequence-parallel", "3"),
-            "--sequence-parallel 3 does not divide",
-        ),
-        (
-            ("--model", "mixtral-15m", "--hardware", "h100x8", "--sequence-parallel", "2"),
-            "each rank would balance its experts",
-        ),
-        (("--model", "gpt2", "--hardware", "rtx4090", "--search-degrees", "tensor"), "there is only one rank"),
-        (
-            ("--model", "gpt2", "--hardware", "v100-32gx8", "--replicas", "3", "--search-degrees", "pipeline"),
-            "is 3, which",
-        ),
-        (("--max-model", "--hardware", "h100", "--search-degrees", "tensor"), "data-parallel ranks only"),
-        (
-            ("--model", "gpt2", "--hardware", "h100", "--per-device-train-batch-size", "99999999999"),
-            "--per-device-train-batch-size is 99999999999",
-        ),
-        (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "--tile-limit is '1'"),
-    ],
-)
-def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str, ...], complaint: str) -> None:
-    done = plan(*args)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert complaint in done.stderr
+SETTINGS = {
+    "--model lama-8b --hardware rtx4090": "Did you mean 'llama-8b'?",
+    "--hardware h100": "--max-model",
+    "--model gpt2 --hardware h100x8 --pipeline-parallel 3": "--pipeline-parallel is 3, which",
+    "--model gpt2 --hardware rtx4090 --sequence-parallel 3": "--sequence-parallel 3 does not divide",
+    "--model mixtral-15m --hardware h100x8 --sequence-parallel 2": "each rank would balance its experts",
+    "--model gpt2 --hardware rtx4090 --search-degrees tensor": "there is only one rank",
+    "--model gpt2 --hardware v100-32gx8 --replicas 3 --search-degrees pipeline": "is 3, which",
+    "--max-model --hardware h100 --search-degrees tensor": "data-parallel ranks only",
+    "--model gpt2 --hardware h100 --per-device-train-batch-size 99999999999": "train-batch-size is 99999999999",
+}
+"""Flags that cannot be used -> what is said of them."""
+
+
+@pytest.mark.parametrize("flags", SETTINGS)
+def test_settings_that_cannot_be_used_exit_with_2(plan: Command, flags: str) -> None:
+    done = plan(*flags.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert SETTINGS[flags] in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig, TorchAoConfig
 
 import pagoda
 from pagoda.cli.main import main
@@ -19,29 +19,21 @@ from pagoda.forecast.model_description import describe_model
 from pagoda.prepare.quantize import PACKAGES
 from pagoda.train.metrics import read_metrics
 from tests.cli.workspace import Workspace, curve
-from tests.tiny import write_model
+from tests.tiny import write_weights
 
 ADAPTED = ("--lora-r", "4", "--lora-target-modules", "q_proj", "v_proj")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base") / "model"
-    write_model(directory, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
-    return directory
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    return write_weights(tmp_path_factory.mktemp("base"), **sizes)
 
 
 @pytest.fixture
 def work(model: Path, tmp_path: Path) -> Workspace:
-    usual: dict[str, Any] = {
-        "max_steps": 4,
-        "max_length": 16,
-        "precision": "fp32",
-        "learning_rate": 1e-2,
-        "memory__host": "1MiB",
-    }
+    usual: dict[str, Any] = {"max_steps": 4, "max_length": 16, "precision": "fp32", "learning_rate": 1e-2}
+    usual["memory__host"] = "1MiB"
     (tmp_path / "eval.txt").write_text("pack my box with five dozen liquor jugs. " * 12)
     usual |= {"lr_scheduler_type": "constant", "eval_data": tmp_path / "eval.txt", "eval_steps": 4}
     return Workspace(tmp_path, model, **usual, save_steps=2)
@@ -50,12 +42,8 @@ def work(model: Path, tmp_path: Path) -> Workspace:
 def as_transformers_has_it(bits: str) -> Any:
     if bits == "8bit":
         return TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig())
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **nf4)
 
 
 @pytest.mark.parametrize("bits", PACKAGES)
@@ -134,33 +122,12 @@ def test_experts_are_quantized_and_streamed_with_the_bits_of_those_in_memory_and
     assert curve(work.metrics("cut")) == curve(kept)
 
     units = json.loads((work.root / "kept" / "plan.json").read_text())["units"]
-    asked = PlanConfig(
-        model=str(work.root / "moe"),
-        max_length=16,
-        precision="fp32",
-        lora_r=4,
-        lora_target_modules=targets,
-        **{f"load_in_{bits}": True},
-    )
+    adapted: dict[str, Any] = {"lora_r": 4, "lora_target_modules": targets, f"load_in_{bits}": True}
+    asked = PlanConfig(model=str(work.root / "moe"), max_length=16, precision="fp32", **adapted)
     planned = describe_model(asked).root
     assert planned.numel == sum(unit["parameters"] for unit in units)
     of_experts = sum(bool(re.search(r"\.experts(\.base_layer)*\.\d+$", unit["name"])) for unit in units)
     assert len([*planned.experts()]) == of_experts == 2 * 8
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ((), "give --lora-r too"),
-        ((*ADAPTED, "--model", "llama-15m"), "--load-in-4bit is for pretrained weights, which 'llama-15m' lacks"),
-    ],
-)
-def test_what_cannot_be_quantized_is_refused(
-    flags: tuple[str, ...], words: str, work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(work.args("run", "--load-in-4bit", *flags)) == 2
-    assert words in " ".join(capsys.readouterr().err.split())
-    assert not (work.root / "run").exists()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.forecast.activations import ActivationEstimate, estimate_activations
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.model_description import describe_model
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from tests.tiny import write_model
 
 HIDDEN, FFN, VOCAB = 64, 128, 4096
@@ -16,10 +16,13 @@ ON_THEIR_WAY = 2 * 4 * HIDDEN * FFN
 """The two largest gradients of a layer."""
 
 
-def estimated(folder: Path, tokens: int, tied: bool = True, **changes: Any) -> ActivationEstimate:
+def described(folder: Path, tied: bool = True, **changes: Any) -> ModelDescription:
     model = write_model(folder, hidden_size=HIDDEN, intermediate_size=FFN, vocab_size=VOCAB, tie_word_embeddings=tied)
-    described = describe_model(PlanConfig(model=model, max_length=16, **changes), count_flops=False)
-    return estimate_activations(described, tokens, 4, "recompute", chunked_loss=False)
+    return describe_model(PlanConfig(model=model, max_length=16, **changes), count_flops=False)
+
+
+def estimated(folder: Path, tokens: int, tied: bool = True, **changes: Any) -> ActivationEstimate:
+    return estimate_activations(described(folder, tied, **changes), tokens, 4, "recompute", chunked_loss=False)
 
 
 def test_a_tied_head_waits_for_the_embedding_while_gradients_of_a_layer_are_on_their_way(tmp_path: Path) -> None:
@@ -46,19 +49,12 @@ def test_frozen_parameters_have_no_gradients(tmp_path: Path) -> None:
 
 def test_sequence_tiles_take_the_width_of_the_mlp_out_of_the_peak(tmp_path: Path) -> None:
     tokens, piece = 1024, 64
-    whole = estimated(tmp_path, tokens=tokens)
-    model = write_model(tmp_path, hidden_size=HIDDEN, intermediate_size=FFN, vocab_size=VOCAB)
-    config = PlanConfig(
-        model=model,
-        per_device_train_batch_size=tokens // 16,
-        max_length=16,
-        precision="fp32",
-        sequence_tiles=tokens // piece,
-    )
-    described = describe_model(config, count_flops=False)
-    tiled = estimate_activations(described, tokens, 4, "recompute", False, config.tile_tokens, config.piece_tokens)
+    config = PlanConfig(model="", per_device_train_batch_size=tokens // 16, max_length=16, sequence_tiles=16)
+    assert (config.tile_tokens, config.piece_tokens) == (tokens, piece)
+    model = described(tmp_path, precision="fp32")
+    whole, tiled = (estimate_activations(model, tokens, 4, "recompute", False, tokens, n) for n in (tokens, piece))
     of_mlp, of_norms = 4 * 5 * FFN, 4 * 4 * HIDDEN
     assert whole.working - tiled.working == (tokens - piece) * (of_mlp + of_norms)
-    kept = [estimate_activations(described, tokens, 4, "keep", False, tokens, each) for each in (tokens, piece)]
-    assert kept[0].saved - kept[1].saved == described.layers * tokens * (of_mlp + of_norms)
+    kept = [estimate_activations(model, tokens, 4, "keep", False, tokens, each) for each in (tokens, piece)]
+    assert kept[0].saved - kept[1].saved == model.layers * tokens * (of_mlp + of_norms)
     assert (kept[0].working, kept[1].working) == (0, piece * (of_mlp + of_norms))

@@ -40,15 +40,8 @@ def test_stages_have_the_whole_model_together(name: str, tied: bool) -> None:
 
 def config(micro_batches: int, **settings: object) -> PlanConfig:
     memory = Memory(host="60MiB", ssd="1GiB")
-    shape = {
-        "model": "gpt-6x64",
-        "max_length": 64,
-        "activations": "keep",
-        "plan": "usual",
-        "memory": memory,
-        "precision": "bf16",
-    }
-    return PlanConfig(**{**shape, "gradient_accumulation_steps": micro_batches, **settings})
+    shape = {"model": "gpt-6x64", "max_length": 64, "gradient_accumulation_steps": micro_batches, "memory": memory}
+    return PlanConfig(**{**shape, "activations": "keep", "plan": "usual", "precision": "bf16", **settings})
 
 
 def test_a_step_is_that_of_the_slowest_stage_and_the_bubble() -> None:

@@ -25,6 +25,7 @@ from pagoda.simulate.machines import find_machine
 
 from .machines import GIB, MIB, SMALL, figure
 
+LARGE: dict[str, Any] = {"per_device_train_batch_size": 16, "chunked_loss": True}
 MODES: tuple[ActivationMode, ...] = ("keep", "recompute", "offload", "recompute+offload")
 
 
@@ -39,14 +40,8 @@ def gpu(memory: float, link: float, flops: float) -> Machine:
 
 @cache
 def made(machine: Machine, **given: Any) -> Forecast:
-    config = {
-        "model": "gpt-4x256",
-        "max_length": 256,
-        "per_device_train_batch_size": 4,
-        "plan": "usual",
-        "precision": "bf16",
-    } | given
-    return forecast(PlanConfig(**config), machine)
+    shape = {"model": "gpt-4x256", "max_length": 256, "per_device_train_batch_size": 4}
+    return forecast(PlanConfig(**{**shape, "plan": "usual", "precision": "bf16", **given}), machine)
 
 
 def seconds(machine: Machine, **given: Any) -> dict[str, float | None]:
@@ -59,12 +54,8 @@ def seconds(machine: Machine, **given: Any) -> dict[str, float | None]:
     ("machine", "given", "best"),
     [
         (gpu(4 * GIB, 1e10, 1e12), {}, {"keep"}),
-        (gpu(1.3 * GIB, 1e12, 1e11), {"per_device_train_batch_size": 16, "chunked_loss": True}, {"offload"}),
-        (
-            gpu(1.3 * GIB, 1e9, 1e13),
-            {"per_device_train_batch_size": 16, "chunked_loss": True},
-            {"recompute", "recompute+offload"},
-        ),
+        (gpu(1.3 * GIB, 1e12, 1e11), LARGE, {"offload"}),
+        (gpu(1.3 * GIB, 1e9, 1e13), LARGE, {"recompute", "recompute+offload"}),
     ],
 )
 def test_the_fastest_policy_that_fits_is_taken_and_what_others_cost_is_said(
@@ -84,7 +75,7 @@ def test_the_fastest_policy_that_fits_is_taken_and_what_others_cost_is_said(
 
 
 def test_layers_get_policies_of_their_own_where_memory_is_between() -> None:
-    given: dict[str, Any] = {"per_device_train_batch_size": 16, "chunked_loss": True, "model": "gpt-12x256"}
+    given = {**LARGE, "model": "gpt-12x256"}
     machine = gpu(1.6 * GIB, 1e9, 1e12)
     steps = seconds(machine, **given)
     assert steps["keep"] is None
@@ -108,12 +99,7 @@ def test_offloading_is_in_the_plan_and_costs_what_a_link_costs() -> None:
     assert offload.activations.total < keep.activations.total
 
 
-LONG: dict[str, Any] = {
-    "model": "gpt-24x256",
-    "max_length": 128,
-    "per_device_train_batch_size": 64,
-    "chunked_loss": True,
-}
+LONG = {**LARGE, "model": "gpt-24x256", "max_length": 128, "per_device_train_batch_size": 64}
 
 
 @pytest.mark.parametrize(("memory", "mode"), [(1.4, "recompute"), (1.26, "recompute+offload"), (1.2, "recompute")])
@@ -163,12 +149,7 @@ def test_each_layer_has_a_policy_of_its_own_where_that_is_fastest(
 
 def test_as_few_tiles_as_fit() -> None:
     leases_only = Memory(split=Split())
-    given: dict[str, Any] = {
-        "model": "gpt-2x768",
-        "per_device_train_batch_size": 64,
-        "chunked_loss": True,
-        "memory": leases_only,
-    }
+    given = {**LARGE, "model": "gpt-2x768", "per_device_train_batch_size": 64, "memory": leases_only}
     few = made(gpu(4 * GIB, 1e10, 1e12), batch_tiles="auto", **given)
     assert (few.config.batch_tiles, few.fits) == (4, True)
     twice = made(gpu(4 * GIB, 1e10, 1e12), batch_tiles=8, **given)
@@ -237,9 +218,7 @@ def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.Monkey
     assert len(simulated) - searched <= 2 * 9
 
 
-def test_the_search_for_the_largest_builds_two_layers_and_simulates_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_search_for_the_largest_builds_two_layers_and_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     built = counted(monkeypatch, pagoda.models, "build_model")
     simulated = counted(monkeypatch, problems, "simulate")
     machine = Machine(find_machine("rtx4090"), here=False)

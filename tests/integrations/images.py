@@ -7,16 +7,9 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+import transformers
 import trl
 from PIL import Image
-from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-)
 
 import pagoda
 from integrations.test_trl import PAGED, text, tokenizer
@@ -32,11 +25,13 @@ TEMPLATE = (
 DIMENSIONS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 
 
-def processor() -> LlavaProcessor:
+def processor() -> transformers.LlavaProcessor:
     words = tokenizer()
     words.add_special_tokens({"additional_special_tokens": [IMAGE]})
-    return LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}),
+    return transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessor(
+            size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
+        ),
         tokenizer=words,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
@@ -48,14 +43,16 @@ def processor() -> LlavaProcessor:
 def llava(trains_tower: bool) -> Any:
     torch.manual_seed(0)
     words = processor().tokenizer
-    tower = CLIPVisionConfig(**DIMENSIONS, num_hidden_layers=3, image_size=SIZE, patch_size=PATCH)
-    language = LlamaConfig(**DIMENSIONS, vocab_size=len(words), num_hidden_layers=2, pad_token_id=0, eos_token_id=1)
-    config = LlavaConfig(
+    tower = transformers.CLIPVisionConfig(**DIMENSIONS, num_hidden_layers=3, image_size=SIZE, patch_size=PATCH)
+    language = transformers.LlamaConfig(
+        **DIMENSIONS, vocab_size=len(words), num_hidden_layers=2, pad_token_id=0, eos_token_id=1
+    )
+    config = transformers.LlavaConfig(
         vision_config=tower.to_dict(),
         text_config=language.to_dict(),
         image_token_index=words.convert_tokens_to_ids(IMAGE),
     )
-    model = LlavaForConditionalGeneration(config)
+    model = transformers.LlavaForConditionalGeneration(config)
     model.model.vision_tower.requires_grad_(trains_tower)
     return model
 

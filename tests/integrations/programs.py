@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import TrainerCallback
 
 import pagoda
-from integrations.tiny_text import arguments, logged, memory, model, samples
+from integrations.tiny_text import Calls, arguments, logged, memory, model, samples
 from pagoda.errors import UsageError
 from pagoda.integrations import Paging
 from pagoda.integrations.transformers import Trainer
@@ -21,15 +20,9 @@ KILL, RESUME = "kill", "resume"
 """A run ends its process in its middle, or goes on from what was saved there; else it runs from start to end."""
 
 
-class Kill(TrainerCallback):
+def kills(after: int) -> Calls:
     """Ends the process within a run."""
-
-    def __init__(self, after: int) -> None:
-        self._after = after
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._after:
-            os.kill(os.getpid(), signal.SIGKILL)
+    return Calls(on_step_end=lambda state: os.kill(os.getpid(), signal.SIGKILL) if state.global_step == after else None)
 
 
 def trainers_of_ranks(out: Path) -> dict[str, Any]:
@@ -150,7 +143,7 @@ def _trl(out: Path, kind: str, way: str) -> list[float]:
     from integrations import test_trl
 
     paging = Paging(memory=memory(out / "ssd"), reference=memory(out / "reference", "84KiB", "8KiB"))
-    callbacks = [Kill(3)] if way == KILL else []
+    callbacks = [kills(3)] if way == KILL else []
     more = test_trl.CASES[kind](out / "model") | {"callbacks": callbacks}
     return logged(test_trl.trained(kind, out / "run", way == RESUME, paging, **more), "loss")
 
@@ -223,7 +216,7 @@ def beyond_memory(out: Path, way: str) -> dict[str, Any]:
     state = 14 * sum(param.numel() for param in made.parameters())
     settings = {"bf16": True, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
     paging = Paging(memory=pagoda.Memory(host=HOST_BYTES, ssd=str(out)), activations="recompute")
-    callbacks = [Kill(4)] if way == KILL else []
+    callbacks = [kills(4)] if way == KILL else []
     (out / "first").mkdir(exist_ok=True)
     with pagoda.deferred_init():
         small = model()

@@ -245,28 +245,19 @@ def test_a_model_that_pagoda_has_wrapped_can_be_prepared(paged: Make, tmp_path: 
     assert prepared(**{name: value[None] for name, value in samples()[0].items()}).loss < before
 
 
-def test_several_models_have_state_of_their_own(paged: Make, tmp_path: Path) -> None:
-    accelerator = paged("1MiB")
-    one, two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-    prepared = accelerator.prepare(one, two, torch.optim.SGD(two.parameters()), torch.optim.SGD(one.parameters()))
-    accelerator.backward(prepared[1](prepared[0](torch.ones(4))).sum())
-    for optimizer in prepared[2:]:
-        optimizer.step()
-    accelerator.save_state(str(tmp_path / "state"))
-    assert {path.name for path in (tmp_path / "state" / "pagoda-1").iterdir()} >= {"state", "state_1"}
-
-
-def test_two_models_larger_than_ram_share_a_directory(paged: Make) -> None:
+def test_two_models_larger_than_ram_share_a_directory_and_have_state_of_their_own(paged: Make, tmp_path: Path) -> None:
     accelerator = paged("256KiB")
-    made: list[Any] = [torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))) for _ in range(2)]
-    made += [torch.optim.SGD(each.parameters(), momentum=0.5) for each in made]
-    one, two, *optimizers = accelerator.prepare(*made)
+    one, two = (torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))) for _ in range(2))
+    rules = [torch.optim.SGD(each.parameters(), momentum=0.5) for each in (two, one)]
+    one, two, *optimizers = accelerator.prepare(one, two, *rules)
     for _ in range(2):
         accelerator.backward(two(one(torch.ones(2, 64))).square().mean())
         for optimizer in optimizers:
             optimizer.step()
     for optimizer in optimizers:
         assert sum(optimizer.optimizer.stats.bytes_moved.values()), "its state is on the SSD"
+    accelerator.save_state(str(tmp_path / "state"))
+    assert {path.name for path in (tmp_path / "state" / "pagoda-1").iterdir()} >= {"state", "state_1"}
 
 
 def test_a_model_that_is_prepared_again_has_a_new_optimizer_and_is_saved_once(paged: Make, tmp_path: Path) -> None:

@@ -18,21 +18,15 @@ from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.lightning import PagodaFabricStrategy, PagodaStrategy  # noqa: E402
 from pagoda.integrations.paging import optimizer_of  # noqa: E402
 
-QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "devices": 1,
-}
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET |= {"accelerator": "cpu", "devices": 1}
 
 
 class Module(lightning.LightningModule):
     """A language model as Lightning's documentation has it: a network inside, and a loss of its own."""
 
-    def __init__(self, kind: type = torch.optim.SGD, dropout: float = 0.0, schedule: Any = None) -> None:
+    def __init__(self, kind: type = torch.optim.SGD, dropout: float = 0.0) -> None:
         super().__init__()
-        self._schedule = schedule or (lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 6))
         self._kind = kind
         self.network = model(attention_dropout=dropout)
         self.losses: list[float] = []
@@ -52,7 +46,8 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self._kind(self.parameters(), lr=0.1 if self._kind is torch.optim.SGD else 1e-2)
-        return [optimizer], [{"scheduler": self._schedule(optimizer), "interval": "step"}]
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 6)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def loader(count: int = 24) -> Any:
@@ -100,11 +95,6 @@ def test_autocast_has_the_bits_of_lightnings_own_in_bf16(pages: Any, tmp_path: P
     found = fitted(tmp_path, Module(), strategy, precision="bf16-mixed")
     assert strategy.optimizer_in_pages.param_groups[0]["params"][0].dtype is torch.float32
     assert found == fitted(tmp_path, Module(), precision="bf16-mixed")
-
-
-def test_schedulers_inside_a_scheduler_change_the_rate(pages: Any, tmp_path: Path) -> None:
-    found = fitted(tmp_path, Module(schedule=warmed), pages())
-    assert found == fitted(tmp_path, Module(schedule=warmed))
 
 
 def test_callbacks_that_copy_weights_are_refused_before_training(pages: Any, tmp_path: Path) -> None:
@@ -181,7 +171,7 @@ def test_a_model_is_made_in_pages_validated_before_and_after_it_fits_and_saved(p
 def test_the_strategy_has_a_name(tmp_path: Path) -> None:
     trainer = lightning.Trainer(strategy="pagoda", **QUIET)
     assert isinstance(trainer.strategy, PagodaStrategy)
-    assert isinstance(lightning.Fabric(accelerator="cpu", devices=1, strategy="pagoda").strategy, PagodaFabricStrategy)
+    assert isinstance(one_device("pagoda").strategy, PagodaFabricStrategy)
 
 
 # --- one device --------------------------------------------------------------------------------------------------
@@ -392,13 +382,12 @@ def test_processes_that_lightning_does_not_count_are_refused(
 # --- Fabric ------------------------------------------------------------------------------------------------------
 
 
+def one_device(strategy: Any = "auto", **settings: Any) -> Any:
+    return lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, **settings)
+
+
 def fabric_run(
-    fabric: Any,
-    steps: int,
-    resume: Any = None,
-    save: Any = None,
-    clip: float | None = None,
-    kind: type = torch.optim.AdamW,
+    fabric: Any, steps: int, resume: Any = None, save: Any = None, clip: float = 0.0, kind: type = torch.optim.AdamW
 ) -> list[float]:
     """A loop as Fabric's documentation has it."""
     fabric.launch()
@@ -413,7 +402,7 @@ def fabric_run(
     for batch in batches[state["step"] : state["step"] + steps]:
         loss = made(**batch).loss
         fabric.backward(loss)
-        if clip is not None:
+        if clip:
             fabric.clip_gradients(made, optimizer, max_norm=clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -425,15 +414,12 @@ def fabric_run(
 
 
 def test_fabric_has_the_bits_of_its_own_strategy(pages: Any) -> None:
-    found = []
-    for strategy in ("auto", pages(PagodaFabricStrategy)):
-        fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
-        found.append(fabric_run(fabric, 4, kind=torch.optim.SGD))
-    assert found[0] == found[1]
+    own, found = (one_device(strategy) for strategy in ("auto", pages(PagodaFabricStrategy)))
+    assert fabric_run(found, 4, kind=torch.optim.SGD) == fabric_run(own, 4, kind=torch.optim.SGD)
 
 
 def test_a_scheduler_that_fabric_does_not_know_changes_the_rate(pages: Any) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=pages(PagodaFabricStrategy))
+    fabric = one_device(pages(PagodaFabricStrategy))
     fabric.launch()
     made = model()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
@@ -448,7 +434,7 @@ def test_a_scheduler_that_fabric_does_not_know_changes_the_rate(pages: Any) -> N
 
 
 def test_fabric_needs_no_launch_on_one_device(pages: Any) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=pages(PagodaFabricStrategy))
+    fabric = one_device(pages(PagodaFabricStrategy))
     made = torch.nn.Linear(4, 1)
     made, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
     with fabric.no_backward_sync(made):
@@ -460,11 +446,10 @@ def test_fabric_trains_and_resumes(pages: Any, tmp_path: Path) -> None:
     """Clipped and in 16 bits, with a scale of the loss."""
 
     def fabric() -> Any:
-        strategy = pages(PagodaFabricStrategy)
-        return lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="16-mixed")
+        return one_device(pages(PagodaFabricStrategy), precision="16-mixed")
 
     whole = fabric_run(fabric(), 4, clip=0.1)
-    plain = fabric_run(lightning.Fabric(accelerator="cpu", devices=1), 4, clip=0.1)
+    plain = fabric_run(one_device(), 4, clip=0.1)
     assert whole == pytest.approx(plain, rel=2e-2)
     begun = fabric_run(fabric(), 2, save=tmp_path / "state", clip=0.1)
     rest = fabric_run(fabric(), 2, resume=tmp_path / "state", clip=0.1)
@@ -472,7 +457,7 @@ def test_fabric_trains_and_resumes(pages: Any, tmp_path: Path) -> None:
 
 
 def test_fabric_makes_a_model_in_pages_and_refuses_one_without_its_optimizer(pages: Any) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=pages(PagodaFabricStrategy))
+    fabric = one_device(pages(PagodaFabricStrategy))
     fabric.launch()
     with pytest.raises(pagoda.ConfigError, match="with its optimizer"):
         fabric.setup(model())

@@ -1,5 +1,6 @@
 """A model and data on which trainers of transformers run in milliseconds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,8 @@ VOCABULARY = 64
 def model(**changes: Any) -> LlamaForCausalLM:
     """A Llama of 25,000 parameters, the same each time."""
     torch.manual_seed(0)
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
+    config = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
 
 
@@ -43,18 +38,17 @@ def samples(count: int = 20) -> list[dict[str, torch.Tensor]]:
 
 def arguments(out: Path, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> Any:
     """Six steps on the CPU, of one batch of two samples each, without clipping."""
-    settings = {
-        "per_device_train_batch_size": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+    settings = {"per_device_train_batch_size": 2, "max_steps": 6, "learning_rate": 1e-2, "max_grad_norm": 0.0}
+    settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
     return kind(output_dir=str(out), **{**settings, **changes})
+
+
+class Calls(transformers.TrainerCallback):
+    """Calls functions when events come."""
+
+    def __init__(self, **functions: Callable[[Any], None]) -> None:
+        for name, function in functions.items():
+            setattr(self, name, lambda args, state, control, _call=function, **_: _call(state))
 
 
 def warmed(optimizer: torch.optim.Optimizer) -> Any:

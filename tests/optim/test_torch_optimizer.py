@@ -170,6 +170,22 @@ def kept_by(rule: Optim, name: str, shape: tuple[int, ...]) -> dict[str, torch.T
     return {state.name: torch.zeros(own, dtype=state.dtype) for state, own in shapes.items() if own is not None}
 
 
+Trained = tuple[torch.Tensor, torch.nn.Parameter, Optimizer, dict[str, torch.Tensor]]
+
+
+def beside(rule: Optim, shape: tuple[int, ...], steps: int, **settings: Any) -> Trained:
+    """A weight after some steps of a rule, one of its class in memory with that class, and what the rule keeps."""
+    weight = gradient(shape, 0)
+    parameter, kept = torch.nn.Parameter(weight.clone()), kept_by(rule, "p", shape)
+    theirs = rule.kind([parameter], **settings)
+    for step in range(1, steps + 1):
+        parameter.grad = gradient(shape, step)
+        theirs.step()
+        rule.update(step, weight, gradient(shape, step), kept)
+    assert torch.equal(weight, parameter.detach())
+    return weight, parameter, theirs, kept
+
+
 @pytest.mark.parametrize(("kind", "settings"), CLASSES.values(), ids=CLASSES)
 def test_bits_and_states_are_those_of_the_class_in_memory_and_go_through_torchs_format(
     kind: type[Optimizer], settings: dict[str, Any]
@@ -177,14 +193,7 @@ def test_bits_and_states_are_those_of_the_class_in_memory_and_go_through_torchs_
     rule = Optim(kind, **settings)
     assert rule.steps_in({}) == 0
     for shape in ((6, 8), (9,), (4, 3, 2, 2)):
-        weight = gradient(shape, 0)
-        parameter = torch.nn.Parameter(weight.clone())
-        theirs, kept = kind([parameter], **settings), kept_by(rule, "p", shape)
-        for step in range(1, 6):
-            parameter.grad = gradient(shape, step)
-            theirs.step()
-            rule.update(step, weight, gradient(shape, step), kept)
-        assert torch.equal(weight, parameter.detach())
+        _, parameter, theirs, kept = beside(rule, shape, 5, **settings)
         expected = {name: value for name, value in theirs.state[parameter].items() if value is not None}
         found = rule.torch_state(5, kept)
         assert found.keys() == expected.keys()
@@ -314,16 +323,8 @@ def _old(kind: Any, params: Any) -> Optimizer:
 
 @pytest.mark.parametrize("kind", [InBlocks, UpToASize, LowRank])
 def test_states_may_depend_on_a_parameters_size(kind: type[Step]) -> None:
-    rule = Optim(kind)
     for shape in ((6, 8), (24, 40), (24, 5), (37,)):
-        weight = gradient(shape, 0)
-        parameter, kept = torch.nn.Parameter(weight.clone()), kept_by(rule, "p", shape)
-        theirs = kind([parameter])
-        for step in range(1, 4):
-            parameter.grad = gradient(shape, step)
-            theirs.step()
-            rule.update(step, weight, gradient(shape, step), kept)
-        assert torch.equal(weight, parameter.detach())
+        beside(Optim(kind), shape, 3)
 
 
 def test_states_without_a_rule_for_their_shape_are_refused_before_the_first_step() -> None:

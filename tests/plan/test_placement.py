@@ -108,9 +108,14 @@ def test_ram_goes_to_weights_then_gradients_then_moments_of_the_first_units_of_f
 ) -> None:
     layout, budgets, options = case
     placement = placed(case)
-    for state in names(layout):
-        homes = in_ram(layout, placement, state)
-        assert homes == sorted(homes, reverse=True)
+    moments = tuple(state.name for state in layout.moments)
+    for states in ((WEIGHT,), (GRAD,), moments):
+        kept, passed = 0, []
+        for of, is_in in zip(layout.units, in_ram(layout, placement, states[0]), strict=True):
+            pages = sum(layout.pages(of, state) for state in states)
+            kept += pages * is_in
+            passed += [kept + pages] if pages and not is_in else []
+        assert all(with_it > kept for with_it in passed), "a unit is passed over only where too little is left for it"
 
     def homed(*states: str) -> int:
         return sum(placement.pages(HOST, state) for state in states)
@@ -120,7 +125,6 @@ def test_ram_goes_to_weights_then_gradients_then_moments_of_the_first_units_of_f
         out = (u for u in layout.units if placement.home(u.index, states[0]) == SSD)
         return next((sum(layout.pages(unit, state) for state in states) for unit in out), None)
 
-    moments = tuple(state.name for state in layout.moments)
     host = budgets.host // layout.page_bytes
     unused = host - sum(placement.lines[HOST].values())
     weight, gradient, moment = first_out(WEIGHT), first_out(GRAD), first_out(*moments)

@@ -104,12 +104,6 @@ def test_units_shrink_where_the_budget_is_tight_unless_their_limit_was_asked_for
     assert plan.peak_bytes[HOST] <= needed - 1
 
 
-def test_what_no_unit_size_can_fit_is_refused_naming_tier_shortfall_and_setting() -> None:
-    with pytest.raises(BudgetError, match=r"host needs at least .* short\. Raise memory\.host") as refused:
-        make_plan(tower(2, 64), STATES["bf16"], Budgets(PAGE_ALIGN, ssd=LARGE), Options())
-    assert refused.value.tier == HOST
-
-
 def test_a_slab_of_leases_holds_the_widest_unit_unless_all_fit_at_once() -> None:
     root = ModuleSpec("", (), (tower(16, 64), ModuleSpec("wide", (ParamSpec("wide.weight", (64, 512)),))))
     for room, all_fit in ((LARGE, True), (40 * 4096, False)):

@@ -80,11 +80,7 @@ def test_a_tied_parameter_is_used_where_its_second_module_stands() -> None:
     root = ModuleSpec("", (), (embedding, ModuleSpec("layers", (), layers), head))
     units = discover(root, 128, 2)
     assert [unit.module for unit in units] == ["embedding", "layers.0", "layers.1"]
-    assert [(use.unit, use.module) for use in forward_uses(root, units)] == [
-        (0, "embedding"),
-        (1, "layers.0"),
-        (2, "layers.1"),
-        (0, "head"),
-    ]
+    uses = [(use.unit, use.module) for use in forward_uses(root, units)]
+    assert uses == [(0, "embedding"), (1, "layers.0"), (2, "layers.1"), (0, "head")]
     (whole,) = discover(root, 1 << 20, 2)
     assert [use.unit for use in forward_uses(root, (whole,))] == [0]

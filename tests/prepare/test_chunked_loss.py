@@ -121,18 +121,7 @@ def test_refuses_a_target_that_is_no_row() -> None:
 
 def gemma2() -> nn.Module:
     """Soft cap between the output layer and the loss."""
-    config = Gemma2Config(
-        vocab_size=zoo.VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        use_cache=False,
-        final_logit_softcapping=2.0,
-    )
-    return Gemma2ForCausalLM(config)
+    return Gemma2ForCausalLM(Gemma2Config(**zoo.SIZES, num_hidden_layers=2, head_dim=16, final_logit_softcapping=2.0))
 
 
 MODELS = {"llama": zoo.llama, "qwen3": zoo.qwen3, "t5": zoo.t5, "gemma2": gemma2}
@@ -219,14 +208,6 @@ def test_logits_that_are_read_are_those_of_the_layer() -> None:
     second.square().mean().backward()
     expected.logits.square().mean().backward()
     torch.testing.assert_close(late.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad)
-
-
-def test_generates_the_same_tokens() -> None:
-    prompt = inputs()["input_ids"]
-    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(
-        built("llama").generate(prompt, **greedy), pagoda.chunked_loss(built("llama")).generate(prompt, **greedy)
-    )
 
 
 def test_refuses_to_make_logits_from_weights_that_have_changed() -> None:

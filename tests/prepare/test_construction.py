@@ -8,19 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from runtime.conftest import Wrap
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
-from zoo import (
-    ALL_ON_SSD,
-    ARENA_ALL_ON_SSD,
-    PAGE,
-    RESIDENT,
-    ConvNet,
-    assert_equal,
-    llama,
-    squeeze,
-)
 
 import pagoda
 from pagoda.checkpoint.waiting import is_waiting
@@ -48,7 +39,7 @@ def embeddings() -> nn.Module:
 
 
 BUILD: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: llama(2),
+    "llama": lambda: zoo.llama(2),
     "encoder": encoder,
     "norms": norms,
     "embeddings": embeddings,
@@ -163,13 +154,15 @@ def test_values_depend_on_the_seed_alone(name: str, precision: Precision, wrap: 
     """Not on unit size, page size or tier."""
     reference = values(wrap(built_later(BUILD[name]), precision=precision)[0])
     memories = [
-        pagoda.Memory(host="64MiB", unit_limit="4KiB", page_size=PAGE),
+        pagoda.Memory(host="64MiB", unit_limit="4KiB", page_size=zoo.PAGE),
         pagoda.Memory(host="64MiB", unit_limit="16MiB"),
-        squeeze(BUILD[name](), ARENA_ALL_ON_SSD, tmp_path, precision=precision, clipping=False, unit_limit="32KiB"),
+        zoo.squeeze(
+            BUILD[name](), zoo.ARENA_ALL_ON_SSD, tmp_path, precision=precision, clipping=False, unit_limit="32KiB"
+        ),
     ]
     for memory in memories:
         model, _ = wrap(built_later(BUILD[name]), memory, precision=precision)
-        assert_equal(values(model), reference)
+        zoo.assert_equal(values(model), reference)
     other = values(wrap(built_later(BUILD[name], seed=1), precision=precision)[0])
     drawn = [n for n, value in reference.items() if value.numel() > 1 and value.std() > 0]
     assert drawn
@@ -178,13 +171,13 @@ def test_values_depend_on_the_seed_alone(name: str, precision: Precision, wrap: 
 
 def test_what_wrap_draws_does_not_depend_on_the_memory(wrap: Wrap, tmp_path: Path) -> None:
     """For a model that is real it draws nothing, so that data and dropout are the same whether a model is wrapped."""
-    on_ssd = squeeze(ConvNet(), ALL_ON_SSD, tmp_path, precision="fp32", clipping=False)
+    on_ssd = zoo.squeeze(zoo.ConvNet(), zoo.ALL_ON_SSD, tmp_path, precision="fp32", clipping=False)
     after = []
-    for memory in (RESIDENT, on_ssd):
-        wrap(built_later(ConvNet), memory)
+    for memory in (zoo.RESIDENT, on_ssd):
+        wrap(built_later(zoo.ConvNet), memory)
         after.append(torch.rand(3))
     assert torch.equal(*after)
-    model = ConvNet()
+    model = zoo.ConvNet()
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
@@ -233,7 +226,7 @@ class OddShapes(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_parameters_of_any_shape_train(precision: str, wrap: Wrap) -> None:
+def test_parameters_of_any_shape_train_and_are_resumed(precision: str, wrap: Wrap, tmp_path: Path) -> None:
     model, optimizer = wrap(OddShapes(), precision=precision)
     assert [tuple(p.shape) for p in model.parameters()] == [(), (1, 1), (0, 3)]
     first = model(torch.ones(2)).item()
@@ -245,6 +238,9 @@ def test_parameters_of_any_shape_train(precision: str, wrap: Wrap) -> None:
     found = values(model)
     assert found["scale"] < 2.5
     assert found["empty"].shape == (0, 3)
+    optimizer.save_checkpoint(tmp_path / "step")
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert [entry["step"].item() for entry in optimizer.state_dict()["state"].values()] == [30, 30, 30]
 
 
 class Adapted(nn.Module):
@@ -274,9 +270,9 @@ def test_an_initialiser_of_the_whole_model_leaves_pretrained_parts_alone(unit_li
         later = Adapted(nn.Identity())
     later.pretrained = nn.Linear(16, 16)
     kept = {f"pretrained.{name}": value.detach().clone() for name, value in later.pretrained.named_parameters()}
-    model, _ = wrap(later, pagoda.Memory(host="64MiB", unit_limit=unit_limit, page_size=PAGE))
+    model, _ = wrap(later, pagoda.Memory(host="64MiB", unit_limit=unit_limit, page_size=zoo.PAGE))
     found = values(model)
-    assert_equal({name: found[name] for name in kept}, kept)
+    zoo.assert_equal({name: found[name] for name in kept}, kept)
     assert (found["head.weight"] == 0.5).all()
     assert (found["head.bias"] == 0).all()
 
@@ -296,7 +292,7 @@ class Forgetful(nn.Module):
 def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
     with pagoda.deferred_init():
         model = nn.Sequential(nn.Linear(8, 8), Forgetful())
-    memory = pagoda.Memory(host="64KiB", ssd=f"{tmp_path}:1GiB", unit_limit="4KiB", page_size=PAGE)
+    memory = pagoda.Memory(host="64KiB", ssd=f"{tmp_path}:1GiB", unit_limit="4KiB", page_size=zoo.PAGE)
     with pytest.raises(pagoda.ConfigError, match=r"'1\.forgotten'.*uninitialised.*reset_parameters"):
         pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="bf16")
     assert list(tmp_path.iterdir()) == []
@@ -319,7 +315,7 @@ def test_a_tied_parameter_is_initialised_by_the_module_that_made_it(of_embedding
     """An embedding draws from N(0, 1), a linear layer of 64 inputs from [-1/8, 1/8]."""
     with pagoda.deferred_init():
         model = Tied(of_embedding)
-    model, _ = wrap(model, RESIDENT)
+    model, _ = wrap(model, zoo.RESIDENT)
     weight = model.state_dict()["table.weight"]
     assert weight.abs().max() > 3 if of_embedding else weight.abs().max() <= 0.125
     assert weight.std().item() == pytest.approx(Tied(of_embedding).table.weight.std().item(), rel=0.05)

@@ -9,38 +9,12 @@ import peft
 import pytest
 import torch
 import transformers
+import zoo
 from pairwise import each_once
 from peft import LoraConfig, get_peft_model
 from runtime.conftest import Wrap
 from runtime.loops import assert_trained_alike, in_memory, learn
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
-)
-from zoo import (
-    ALL_ON_SSD,
-    ARENA,
-    PAGE,
-    PLACEMENTS,
-    RESIDENT,
-    VOCABULARY,
-    Outcome,
-    assert_equal,
-    run,
-    squeeze,
-    take_step,
-)
 
 import pagoda
 from pagoda.checkpoint.export import export
@@ -50,66 +24,56 @@ from pagoda.prepare.experts import ExpertStack, RoutedExperts, SwitchRouter
 STEPS = 3
 WHOLE = pagoda.Tiles(tile_limit=1 << 40)
 """Leaves stacks of experts whole."""
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "use_cache": False,
-}
+SIZES: dict[str, Any] = {**zoo.SIZES, "num_hidden_layers": 2, "head_dim": 16}
 
 
 def mixtral(**others: Any) -> nn.Module:
-    sizes = {"num_local_experts": 4, "intermediate_size": 96, "output_router_logits": True, **SIZES}
-    return MixtralForCausalLM(MixtralConfig(**sizes | others))
+    sizes = {"num_local_experts": 4, "output_router_logits": True, **SIZES}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes | others))
 
 
 def qwen3_moe(**others: Any) -> nn.Module:
     sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, **SIZES}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | others))
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes | others))
 
 
 def gpt_oss() -> nn.Module:
     sizes = SIZES | {"hidden_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
-    return GptOssForCausalLM(GptOssConfig(attn_implementation="eager", **sizes))
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(attn_implementation="eager", **sizes))
 
 
 def deepseek_v3() -> nn.Module:
-    sizes = SIZES | {"num_key_value_heads": 4, "head_dim": None, "intermediate_size": 96, "moe_intermediate_size": 32}
+    sizes = SIZES | {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 32}
     heads = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(first_k_dense_replace=1, **sizes, **heads, **experts))
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(first_k_dense_replace=1, **sizes, **heads, **experts)
+    )
 
 
 def qwen3_next() -> nn.Module:
     """A layer of linear attention and one of full attention."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    shared = {"shared_expert_intermediate_size": 32, "intermediate_size": 96}
+    shared = {"shared_expert_intermediate_size": 32}
     heads = {f"linear_{which}_head_dim": 16 for which in ("key", "value")}
     heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     kinds = ["linear_attention", "full_attention"]
-    return Qwen3NextForCausalLM(Qwen3NextConfig(layer_types=kinds, **SIZES, **experts, **shared, **heads))
+    return transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(layer_types=kinds, **SIZES, **experts, **shared, **heads)
+    )
 
 
 def switch(**others: Any) -> nn.Module:
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
     sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 8, "expert_capacity": 2}
-    config = SwitchTransformersConfig(
-        vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False, **sizes | sparse | others
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=zoo.VOCABULARY, decoder_start_token_id=0, use_cache=False, **sizes | sparse | others
     )
-    return SwitchTransformersForConditionalGeneration(config)
+    return transformers.SwitchTransformersForConditionalGeneration(config)
 
 
-BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": mixtral,
-    "qwen3-moe": qwen3_moe,
-    "gpt-oss": gpt_oss,
-    "deepseek-v3": deepseek_v3,
-    "qwen3-next": qwen3_next,
-    "switch": switch,
-}
+_BUILDERS: tuple[Callable[[], nn.Module], ...] = (mixtral, qwen3_moe, gpt_oss, deepseek_v3, qwen3_next, switch)
+BUILDERS = {build.__name__.replace("_", "-"): build for build in _BUILDERS}
 EXPERTS = {"mixtral": 8, "qwen3-moe": 16, "gpt-oss": 16, "deepseek-v3": 8, "qwen3-next": 16, "switch": 16}
 """How many each model has."""
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) > (5, 17)
@@ -131,7 +95,7 @@ def built(name: str) -> Any:
 
 
 def tokens(shape: tuple[int, int], seed: int = 1) -> torch.Tensor:
-    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(zoo.VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -141,39 +105,33 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def few_tokens(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+def few_tokens(model: nn.Module, optimizer: Any, outcome: zoo.Outcome) -> None:
     """Two short sequences a step: most steps leave some experts out, and never the same ones."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
+        ids = torch.randint(zoo.VOCABULARY, (2, 5), generator=generator)
         loss = loss_of(model, ids)
         learn(loss, outcome)
-        take_step(optimizer, outcome)
+        zoo.take_step(optimizer, outcome)
 
 
 @cache
-def resident(name: str, clip: float | None) -> Outcome:
-    return run(built(name), RESIDENT, few_tokens, max_grad_norm=clip)
+def resident(name: str, clip: float | None) -> zoo.Outcome:
+    return zoo.run(built(name), zoo.RESIDENT, few_tokens, max_grad_norm=clip)
 
 
-@each_once(name=[*BUILDERS], placement=PLACEMENTS, activations=["keep", "keep", "recompute"])
+@each_once(name=[*BUILDERS], placement=zoo.PLACEMENTS, activations=["keep", "keep", "recompute"])
 def test_placement_does_not_change_a_bit(
     name: str, placement: str, activations: ActivationMode, tmp_path: Path
 ) -> None:
-    clip = 0.5 if placement in (ALL_ON_SSD, ARENA) else None
+    clip = 0.5 if placement in (zoo.ALL_ON_SSD, zoo.ARENA) else None
     announced = None if clip else 1
-    memory = squeeze(
+    memory = zoo.squeeze(
         built(name), placement, tmp_path, clipping=clip is not None, announced=announced, activations=activations
     )
-    outcome = run(
-        built(name),
-        memory,
-        few_tokens,
-        max_grad_norm=clip,
-        gradient_accumulation_steps=announced,
-        activations=activations,
-    )
-    assert ("exp_avg" in outcome.plan.bytes.get("ssd", {})) == (placement != ARENA)
+    settings = {"gradient_accumulation_steps": announced, "activations": activations}
+    outcome = zoo.run(built(name), memory, few_tokens, max_grad_norm=clip, **settings)
+    assert ("exp_avg" in outcome.plan.bytes.get("ssd", {})) == (placement != zoo.ARENA)
     outcome.assert_same_bits(resident(name, clip))
 
 
@@ -193,15 +151,10 @@ def adapted(name: str, **settings: Any) -> Any:
     return model.train()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mixtral",
-        "gpt-oss",
-        "qwen3-next",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3-moe", "deepseek-v3")),
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "deepseek-v3")]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-next", *SLOW])
 def test_adapters_of_experts_have_the_bits_of_peft_with_every_expert_a_unit(name: str, tmp_path: Path) -> None:
     plain, expected = adapted(name), []
     optimizer = torch.optim.SGD([param for param in plain.parameters() if param.requires_grad], lr=0.1)
@@ -212,10 +165,12 @@ def test_adapters_of_experts_have_the_bits_of_peft_with_every_expert_a_unit(name
         optimizer.zero_grad()
     rule, model = pagoda.Optim(torch.optim.SGD, lr=0.1), adapted(name)
     with pytest.raises(pagoda.BudgetError) as refused:
-        pagoda.wrap(model, rule, memory=pagoda.Memory(host=PAGE, ssd=tmp_path, page_size=PAGE), precision="fp32")
+        pagoda.wrap(
+            model, rule, memory=pagoda.Memory(host=zoo.PAGE, ssd=tmp_path, page_size=zoo.PAGE), precision="fp32"
+        )
     frozen = sum(param.numel() * 4 for key, param in model.named_parameters() if ".experts." in key)
     assert refused.value.needed_bytes < frozen, "never all experts"
-    memory = pagoda.Memory(host=refused.value.needed_bytes, ssd=tmp_path, page_size=PAGE)
+    memory = pagoda.Memory(host=refused.value.needed_bytes, ssd=tmp_path, page_size=zoo.PAGE)
     paged, handle = pagoda.wrap(model, rule, memory=memory, precision="fp32", activations="recompute")
     assert units_of_experts(paged) == EXPERTS[name]
     for step in range(STEPS):
@@ -226,7 +181,7 @@ def test_adapters_of_experts_have_the_bits_of_peft_with_every_expert_a_unit(name
         handle.zero_grad()
     with torch.no_grad(), paged.disable_adapter(), plain.disable_adapter():
         assert torch.equal(loss_of(paged, tokens((2, 5))), loss_of(plain, tokens((2, 5))))
-    assert_equal(paged.state_dict(), plain.state_dict())
+    zoo.assert_equal(paged.state_dict(), plain.state_dict())
     export(paged, tmp_path / "merged", merge=True)
     handle.close()
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").train()
@@ -305,7 +260,7 @@ def test_wrapped_training_is_plain_training_with_every_expert_a_unit(name: str) 
     if name == "switch":  # an idle expert has no state
         assert_trained_alike(wrapped, by_torch)
     assert wrapped.losses == by_torch.losses
-    assert_equal(wrapped.weights, by_torch.weights)
+    zoo.assert_equal(wrapped.weights, by_torch.weights)
     steps = {state["step"] for state in by_torch.optimizer["state"].values()}
     assert (len(steps) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
     assert sum(".experts." in unit.module for unit in wrapped.plan.units) == EXPERTS[name]
@@ -318,7 +273,7 @@ def test_other_kernels_give_the_same_within_rounding(name: str, implementation: 
     for tiles in (WHOLE, None):
         model = built(name)
         model.set_experts_implementation(implementation)
-        outcomes.append(run(model, RESIDENT, few_tokens, lr=1e-4, precision=precision, tiles=tiles))
+        outcomes.append(zoo.run(model, zoo.RESIDENT, few_tokens, lr=1e-4, precision=precision, tiles=tiles))
     whole, cut = outcomes
     rounding = 2e-5 if precision == "fp32" else 4e-2
     assert cut.losses == pytest.approx(whole.losses, rel=rounding)
@@ -330,7 +285,7 @@ def test_other_kernels_give_the_same_within_rounding(name: str, implementation: 
 
 @pytest.fixture
 def wrap(wrap: Wrap) -> Wrap:
-    return partial(wrap, memory=pagoda.Memory(host="64MiB", page_size=PAGE))
+    return partial(wrap, memory=pagoda.Memory(host="64MiB", page_size=zoo.PAGE))
 
 
 def rows_of(model: nn.Module) -> list[Any]:
@@ -357,11 +312,11 @@ def test_names_and_shapes_are_those_of_transformers(wrap: Wrap, tmp_path: Path) 
     """Of state dicts, and checkpoints that resume without tiles."""
     kept, cut = wrap(built("mixtral"), tiles=WHOLE), wrap(built("mixtral"))
     assert {*built("mixtral").state_dict()} == {*cut[0].state_dict()}
-    assert_equal(kept[0].state_dict(), cut[0].state_dict())
-    few_tokens(*cut, Outcome())
+    zoo.assert_equal(kept[0].state_dict(), cut[0].state_dict())
+    few_tokens(*cut, zoo.Outcome())
     cut[1].save_checkpoint(tmp_path / "cut")
     kept[1].load_checkpoint(tmp_path / "cut")
-    assert_equal(kept[0].state_dict(), cut[0].state_dict())
+    zoo.assert_equal(kept[0].state_dict(), cut[0].state_dict())
     cut[0].load_state_dict({key: value / 2 for key, value in kept[0].state_dict().items()})
     down = "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(cut[0].state_dict()[down], kept[0].state_dict()[down] / 2)
@@ -371,7 +326,7 @@ def test_names_and_shapes_are_those_of_transformers(wrap: Wrap, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow), "switch"])
 def test_what_was_trained_is_exported_and_loaded_by_transformers(name: str, wrap: Wrap, tmp_path: Path) -> None:
     model, optimizer = wrap(built(name), precision="fp32")
-    few_tokens(model, optimizer, Outcome())
+    few_tokens(model, optimizer, zoo.Outcome())
     ids = tokens((2, 5), 3)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "switch" else {})
     with torch.no_grad():
@@ -381,10 +336,10 @@ def test_what_was_trained_is_exported_and_loaded_by_transformers(name: str, wrap
     export(tmp_path / "checkpoint", tmp_path / "exported", dtype="fp32")
     for directory in ("saved", "exported"):
         loaded = type(built(name)).from_pretrained(tmp_path / directory, dtype=torch.float32)
-        assert_equal(trained, {key: loaded.state_dict()[key] for key in trained})
+        zoo.assert_equal(trained, {key: loaded.state_dict()[key] for key in trained})
         with torch.no_grad():  # where weights lie in memory may decide how they are multiplied
             torch.testing.assert_close(loaded.eval()(**inputs).logits, expected)
-    assert_equal(wrap(pagoda.load(tmp_path / "exported"), precision="fp32")[0].state_dict(), trained)
+    zoo.assert_equal(wrap(pagoda.load(tmp_path / "exported"), precision="fp32")[0].state_dict(), trained)
 
 
 # --- what is fetched --------------------------------------------------------------------------------------
@@ -405,7 +360,7 @@ def fetched_experts(optimizer: Any) -> set[str]:
     return {label.partition(" ")[2] for label in spans if label.startswith("fetch ") and ".experts." in label}
 
 
-@each_once(name=["qwen3-moe", "switch"], placement=[ARENA, ALL_ON_SSD], activations=["keep", "recompute"])
+@each_once(name=["qwen3-moe", "switch"], placement=[zoo.ARENA, zoo.ALL_ON_SSD], activations=["keep", "recompute"])
 def test_only_used_experts_are_fetched(name: str, placement: str, activations: str, wrap: Wrap, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = (
@@ -413,7 +368,7 @@ def test_only_used_experts_are_fetched(name: str, placement: str, activations: s
         if name == "qwen3-moe"
         else switch(num_experts=16)
     )
-    memory = squeeze(model.train(), placement, tmp_path, activations=activations)
+    memory = zoo.squeeze(model.train(), placement, tmp_path, activations=activations)
     model, optimizer = wrap(model, memory=memory, activations=activations)
     names, seen = ran(model), []
     for step in range(4):  # then the plan may count on experts that every step has used
@@ -433,7 +388,7 @@ def test_only_used_experts_are_fetched(name: str, placement: str, activations: s
 def test_routing_that_varies_makes_no_new_plans_and_no_faults(name: str, wrap: Wrap) -> None:
     torch.manual_seed(0)
     model = qwen3_moe(num_experts_per_tok=1) if name == "qwen3-moe" else switch()
-    memory = pagoda.Memory(device="cpu:16MiB", host="64MiB", page_size=PAGE)
+    memory = pagoda.Memory(device="cpu:16MiB", host="64MiB", page_size=zoo.PAGE)
     model, optimizer = wrap(model.train(), memory=memory)
     replanned, faults = [], []
     for step in range(10):
@@ -450,7 +405,7 @@ def test_routing_that_varies_makes_no_new_plans_and_no_faults(name: str, wrap: W
 def test_experts_that_every_step_uses_are_fetched_ahead(wrap: Wrap, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = mixtral(num_local_experts=2, num_experts_per_tok=2).train()
-    model, optimizer = wrap(model, memory=squeeze(model, ARENA, tmp_path))
+    model, optimizer = wrap(model, memory=zoo.squeeze(model, zoo.ARENA, tmp_path))
     experts = pagoda.plan_of(model).layout.expert_units
     assert len(experts) == 4
 

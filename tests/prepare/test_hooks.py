@@ -11,6 +11,8 @@ from zoo import RESIDENT
 import pagoda
 from pagoda.optimizer import PagedOptimizer
 
+from .test_experts import built
+
 
 def linears() -> Any:
     torch.manual_seed(0)
@@ -47,7 +49,7 @@ def hooked_at_birth() -> Any:
 
 
 def wrapped(model: Any, **options: Any) -> tuple[Any, PagedOptimizer]:
-    return pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=RESIDENT, precision="fp32", **options)
+    return pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=RESIDENT, **{"precision": "fp32", **options})
 
 
 def step(model: Any, optimizer: Any) -> None:
@@ -95,7 +97,7 @@ def test_graphs_from_before_wrap_may_live_on_and_refuse_their_backward_by_name()
         model = make()
         before = {name: param.clone() for name, param in model.named_parameters()}
         first = {name: copy.detach().clone() for name, copy in before.items()}
-        model, optimizer = pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=RESIDENT, precision=precision)
+        model, optimizer = wrapped(model, precision=precision)
         step(model, optimizer)
         assert all(torch.equal(copy, first[name]) for name, copy in before.items())
         with pytest.raises(pagoda.UsageError, match=r"'1\.weight'.*before wrap"):
@@ -133,10 +135,9 @@ def test_hooks_on_the_node_of_a_parameter_whose_dtype_changes_are_refused_by_nam
     model = linears()
     handle = torch.autograd.graph.register_multi_grad_hook([model[1].weight], print)
     with pytest.raises(pagoda.ConfigError, match=r"'1\.weight'.*register_multi_grad_hook"):
-        pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=RESIDENT, precision="bf16")
+        wrapped(model, precision="bf16")
     handle.remove()
-    model, optimizer = pagoda.wrap(model, pagoda.SGD(lr=0.1), memory=RESIDENT, precision="bf16")
-    optimizer.close()
+    wrapped(model, precision="bf16")[1].close()
 
 
 def test_a_hook_that_drops_a_gradient_drops_those_before_it_too() -> None:
@@ -195,58 +196,25 @@ def test_hooks_of_the_optimizer_run() -> None:
 EXPERTS = "model.layers.0.mlp.experts"
 
 
-def mixture() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(config)
-
-
 @pytest.mark.parametrize("where", ["parameter", "module"])
 def test_a_stack_of_experts_with_hooks_stays_whole_and_runs_them(where: str) -> None:
-    model, seen = mixture(), []
+    model, seen = built("mixtral"), []
     experts = model.get_submodule(EXPERTS)
     if where == "parameter":
         experts.down_proj.register_hook(lambda grad: seen.append(tuple(grad.shape)))
     else:
-        experts.register_full_backward_hook(lambda *_: seen.append((4, 16, 16)))
+        experts.register_full_backward_hook(lambda *_: seen.append((4, 64, 96)))
     with pytest.warns(UserWarning, match=f"experts of '{EXPERTS}' stay together"):
         model, optimizer = wrapped(model)
     ids = torch.arange(8).view(1, 8)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    assert seen == [(4, 16, 16)]
+    assert seen == [(4, 64, 96)]
     optimizer.close()
 
 
 def test_the_router_of_a_switch_transformer_keeps_its_hooks() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.SwitchTransformersConfig(
-        vocab_size=32,
-        d_model=16,
-        d_kv=8,
-        d_ff=16,
-        num_layers=1,
-        num_decoder_layers=1,
-        num_heads=2,
-        num_experts=2,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        encoder_sparse_step=1,
-        decoder_sparse_step=1,
-        decoder_start_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = transformers.SwitchTransformersForConditionalGeneration(config)
+    model = built("switch")
     routers = [module for name, module in model.named_modules() if name.endswith("router.classifier")]
     seen: list[str] = []
     routers[0].register_forward_pre_hook(lambda *_: seen.append("before"))

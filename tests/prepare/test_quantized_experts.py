@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import zoo
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
@@ -17,24 +18,16 @@ from pagoda.plan.units import UnitSpec
 from pagoda.prepare import construct, quantize
 from pagoda.prepare.quantize import PACKAGES, quantize_experts, quantize_layers, targets_of
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = {**zoo.SIZES, "num_hidden_layers": 2, "head_dim": 16, "num_experts_per_tok": 2}
+SIZES |= {"intermediate_size": 64, "max_position_embeddings": 64, "use_cache": True}
 EXPERTS = 8
 CONFIGS = {
-    "qwen3": Qwen3MoeConfig(moe_intermediate_size=64, intermediate_size=128, num_experts=EXPERTS, **SIZES),
-    "gpt-oss": GptOssConfig(intermediate_size=64, num_local_experts=EXPERTS, **SIZES),
+    "qwen3": Qwen3MoeConfig(moe_intermediate_size=64, num_experts=EXPERTS, **SIZES),
+    "gpt-oss": GptOssConfig(num_local_experts=EXPERTS, **SIZES),
 }
 TARGETS = ("q_proj", "v_proj")
 OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-IDS = torch.randint(128, (3, 2, 24), generator=torch.Generator().manual_seed(2))
+IDS = torch.randint(96, (3, 2, 24), generator=torch.Generator().manual_seed(2))
 
 
 def quantized(bits: str, name: str = "qwen3", *, experts: bool = True, model: Any = None) -> Any:

@@ -47,10 +47,7 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "every second row": (lambda: views(lambda w: w[::2], lambda w: w[:3]), "'p0' and 'p1'"),
     "columns": (lambda: views(lambda w: w[:, :5], lambda w: w[:, 4:]), "'p0' and 'p1'"),
     "another dtype": (lambda: views(lambda w: w.view(torch.bfloat16)[:, 5:6], lambda w: w[:, 2]), "'p0' and 'p1'"),
-    "behind a frozen part": (
-        lambda: with_frozen(2, views(whole, lambda w: w[1:2], lambda w: w[4:6])),
-        "'p0' and 'p2'",
-    ),
+    "behind a frozen part": (lambda: with_frozen(2, views(whole, lambda w: w[1:2], lambda w: w[4:6])), "'p0' and 'p2'"),
     "by NumPy": (
         lambda: nn.ParameterList([torch.from_numpy(a)[i:] for i, a in enumerate([torch.ones(4).numpy()] * 2)]),
         "'0' and '1'",

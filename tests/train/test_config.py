@@ -1,5 +1,6 @@
 """The configuration of a run: what it refuses, what a resumed run may change, learning rates and optimizers."""
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
@@ -17,29 +17,14 @@ from pagoda.train import OptimConfig, TrainConfig
 BASE = TrainConfig(
     model="llama-15m", max_steps=20, per_device_train_batch_size=4, max_length=128, output_dir=Path("run")
 )
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)  # as arguments have it
-CHANGES = st.fixed_dictionaries(
-    {},
-    optional={
-        "model": TEXT,
-        "gradient_accumulation_steps": st.integers(1, 64),
-        "gradients": st.sampled_from([None, "bf16"]),
-        "memory": st.builds(Memory, host=st.none() | st.just("64MiB"), ssd=st.none() | st.just("/ssd:1GiB")),
-        "learning_rate": st.floats(1e-8, 1),
-        "betas": st.just((0.9, 0.999)),
-        "max_grad_norm": st.just(0.0) | st.floats(1e-3, 10),
-        "packing": st.booleans(),
-        "output_dir": st.sampled_from([Path("run"), Path("/a/b")]),
-        "resume_from_checkpoint": st.sampled_from([None, "last", "checkpoint-10"]),
-    },
-)
 
 
-@given(CHANGES)
-@settings(max_examples=15)
-def test_a_configuration_survives_json(changes: dict[str, Any]) -> None:
+def test_a_configuration_survives_json() -> None:
+    changes: dict[str, Any] = {"model": 'a "ä" \U0001f5fc\n', "gradient_accumulation_steps": 64, "gradients": "bf16"}
+    changes |= {"memory": Memory(host="64MiB", ssd="/ssd:1GiB"), "learning_rate": 1 / 3, "betas": (0.9, 0.999)}
+    changes |= {"max_grad_norm": 0.0, "packing": False, "output_dir": Path("/a/b"), "resume_from_checkpoint": "last"}
     config = replace(BASE, **changes)
-    assert TrainConfig.from_settings(config.settings()) == config
+    assert TrainConfig.from_settings(json.loads(json.dumps(config.settings()))) == config
 
 
 @pytest.mark.parametrize(
@@ -82,14 +67,8 @@ def test_json_that_is_no_configuration_is_refused() -> None:
 
 def test_a_resumed_run_may_change_what_does_not_decide_its_bits() -> None:
     memory = Memory(host="1GiB", device="cpu:512MiB")
-    free = {
-        "max_steps": 40,
-        "output_dir": Path("moved"),
-        "data": "elsewhere",
-        "resume_from_checkpoint": "last",
-        "save_steps": 5,
-    }
-    replace(BASE, **free, memory=memory).check_resumes(BASE)
+    free = {"max_steps": 40, "output_dir": Path("moved"), "data": "elsewhere", "save_steps": 5}
+    replace(BASE, **free, memory=memory, resume_from_checkpoint="last").check_resumes(BASE)
     for change, names in (
         ({"model": "gpt2"}, "--model gpt2 .the run has llama-15m"),
         ({"seed": 1}, "--seed"),

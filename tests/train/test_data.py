@@ -60,26 +60,16 @@ def test_the_order_follows_from_seed_and_epoch_alone_and_never_changes_between_v
     assert all(a != b for i, a in enumerate(orders) for b in (*orders[i + 1 :], [*range(64)]))
 
 
-def test_accumulated_batches_are_the_rows_of_one_large_batch() -> None:
+def test_a_batch_holds_its_windows_twice_and_accumulated_ones_are_the_rows_of_a_large_one() -> None:
     whole = batches_of(50, batch_size=6)
     parts = batches_of(50, batch_size=2, gradient_accumulation_steps=3)
-    for step in range(20):
-        rows = torch.cat([batch_of(parts, step, index)["input_ids"] for index in range(3)])
-        assert torch.equal(rows, batch_of(whole, step)["input_ids"])
     assert whole.tokens_per_step == parts.tokens_per_step == 24
-
-
-def test_a_batch_holds_the_bytes_of_its_windows_twice() -> None:
-    batches = batches_of(40, seq_len=4)
-    assert len(batches.rows) == 40
-    assert batches.tokens_per_step == 8
-    for step in range(5):
-        ids, labels = batch_of(batches, step).values()
-        assert ids.dtype == labels.dtype == torch.int64
-        assert ids.shape == labels.shape == (2, 4)
-        for row, start in enumerate(batches.row_indices(step) * 4):
-            window = batches.rows.tokens.ids[start : start + 4].tolist()
-            assert ids[row].tolist() == labels[row].tolist() == window
+    for step in range(20):
+        windows = [whole.rows.tokens.ids[start : start + 4].tolist() for start in whole.row_indices(step) * 4]
+        for at, each in ((range(1), whole), (range(3), parts)):
+            ids, labels = (torch.cat(of) for of in zip(*(batch_of(each, step, i).values() for i in at), strict=True))
+            assert ids.dtype == labels.dtype == torch.int64
+            assert ids.tolist() == labels.tolist() == windows
 
 
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:

@@ -43,9 +43,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def choices(config: TrainConfig, console: Console) -> TrainConfig:
-    """All settings of a run."""
+def chosen(folder: Path, shown: io.StringIO | None = None, **given: Any) -> TrainConfig:
+    """All settings of a run of a model and data in the folder; `shown` gets what is said."""
+    usual = {"model": "model", "memory": Memory(host="64MiB"), **given}
+    usual |= {name: str(folder / usual[name]) for name in ("model", "data", "eval_data") if name in usual}
+    config, console = TrainConfig(**usual), Console(file=shown or io.StringIO(), width=300)
     return completed(config, DataSets(config, console), open_mesh(), console)
+
+
+def a_step(config: TrainConfig) -> int:
+    """Sequences of a step of one rank."""
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps
 
 
 def run_of(folder: Path, **given: Any) -> tuple[Any, str]:
@@ -68,12 +76,7 @@ def test_a_model_and_data_are_enough(
     run_dir = RunDir(Path("runs/model-two-2"))
     config = run_dir.started_config()
     assert config.learning_rate == 2e-5
-    assert (
-        config.max_length,
-        config.per_device_train_batch_size,
-        config.gradient_accumulation_steps,
-        config.eval_share,
-    ) == (128, 1, 1, 0.0)
+    assert (config.max_length, a_step(config), config.eval_share) == (128, 1, 0.0)
     assert len(read_metrics(run_dir.metrics)) == config.max_steps == 6
     assert "128 tokens a step (--tokens-per-step), so that the usual epochs give 6 steps" in shown
     assert "Run: 6 steps of 1 sequence (128 tokens), 3 epochs; step 1 shows" in shown
@@ -81,39 +84,27 @@ def test_a_model_and_data_are_enough(
     assert main(["generate", str(run_dir.path), "--prompt", "Hi", "--max-new-tokens", "2", "--checkpoint", "best"]) == 0
 
 
-def test_tokens_of_a_step_go_by_the_size_of_the_data_and_warm_up_by_what_is_trained(
-    folder: Path, tmp_path: Path
-) -> None:
-    console = Console(file=io.StringIO(), width=300)
+def test_tokens_of_a_step_go_by_the_size_of_the_data_and_warm_up_by_what_is_trained(folder: Path) -> None:
+    def of(data: str, **given: Any) -> tuple[TrainConfig, int]:
+        config = chosen(folder, data=data, **given)
+        return config, a_step(config) * config.max_length
 
-    def chosen(**given: Any) -> TrainConfig:
-        settings = {"model": str(folder / "model"), "data": str(folder / "chats.jsonl"), "memory": Memory(host="64MiB")}
-        return choices(TrainConfig(**{**settings, "output_dir": tmp_path / "run", **given}), console)
-
-    def of_step(config: TrainConfig) -> int:
-        return config.per_device_train_batch_size * config.gradient_accumulation_steps * config.max_length
-
-    usual = chosen(max_length=128)
-    assert usual.eval_share == 0.05
-    assert (of_step(usual), usual.max_steps, usual.warmup_steps) == (256, 171, 5)
-    assert chosen(max_length=128, lora_r=2).warmup_steps == 17
-    longer = chosen(max_length=128, num_train_epochs=30.0)
-    assert (of_step(longer), longer.max_steps) == (256, 1710)
-    assert of_step(chosen(max_length=128, tokens_per_step=2048)) == 2048
-    text = chosen(data=str(folder / "text.txt"), max_length=16)
+    usual, tokens = of("chats.jsonl", max_length=128)
+    assert (tokens, usual.max_steps, usual.warmup_steps, usual.eval_share) == (256, 171, 5, 0.05)
+    assert of("chats.jsonl", max_length=128, lora_r=2)[0].warmup_steps == 17
+    longer, tokens = of("chats.jsonl", max_length=128, num_train_epochs=30.0)
+    assert (tokens, longer.max_steps) == (256, 1710)
+    assert of("chats.jsonl", max_length=128, tokens_per_step=2048)[1] == 2048
+    text, tokens = of("text.txt", max_length=16)
     assert 100 <= text.max_steps < 200
-    assert of_step(chosen(data=str(folder / "text.txt"), max_length=16, max_steps=3)) == of_step(text)
+    assert of("text.txt", max_length=16, max_steps=3)[1] == tokens
 
 
 def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restarts_keep_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {
-        "data": str(folder / "text.txt"),
-        "tokens_per_step": 512,
-        "num_train_epochs": 0.05,
-        "max_length": 64,
-    }
+    given: dict[str, Any] = {"data": str(folder / "text.txt"), "tokens_per_step": 512, "max_length": 64}
+    given["num_train_epochs"] = 0.05
     config, shown = run_of(folder, output_dir=tmp_path / "run", **given)
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps, config.eval_share) == (8, 1, 0.05)
     assert config.max_steps == 3
@@ -136,23 +127,15 @@ def test_every_choice_is_said_with_its_reason_and_processes_that_torchrun_restar
         run(TrainConfig(model=str(folder / "model"), **given))
 
 
-def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> None:
-    one = {
-        "data": str(folder / "text.txt"),
-        "max_steps": 1,
-        "max_length": 64,
-        "per_device_train_batch_size": 1,
-        "output_dir": tmp_path / "run",
-    }
-    one |= {"model": str(folder / "model"), "eval_share": 0.0}
-    console = Console(file=io.StringIO(), width=300)
+def test_learning_rates_go_by_what_is_trained(folder: Path) -> None:
+    shown = io.StringIO()
 
     def rate(**given: Any) -> float | None:
-        return choices(TrainConfig(**{**one, **given}), console).learning_rate
+        return chosen(folder, shown, data="text.txt", max_steps=1, max_length=64, eval_share=0.0, **given).learning_rate
 
     assert [rate(optim=name) for name in ("adamw", "lion", "sgd")] == [2e-5, 4e-6, 3e-4]
-    assert "a guess: sgd may need another" in console.file.getvalue()
-    assert rate(model=str(folder / "random"), tokenizer="bytes") == 3e-4
+    assert "a guess: sgd may need another" in shown.getvalue()
+    assert rate(model="random", tokenizer="bytes") == 3e-4
     assert rate(lora_r=2) == 2e-4
 
 
@@ -176,115 +159,78 @@ def test_every_reason_of_a_choice_is_true_of_it(
     monkeypatch.setattr(TrainConfig, "ranks_with_batches", lambda *_: ranks)
     (folder / "short.txt").write_text("the data are few" * 100)
     shown = io.StringIO()
-    files = {name: str(folder / given[name]) for name in ("data", "eval_data", "model") if name in given}
-    asked = TrainConfig(**{"model": str(folder / "model"), "memory": Memory(host="64MiB"), **given, **files})
-    chosen = choices(asked, Console(file=shown, width=300))
+    found = chosen(folder, shown, **given)
     said = {flag: (value, why) for flag, value, why in SAID.findall(shown.getvalue())}
     assert {"--learning-rate"} <= said.keys()
-    a_step = chosen.per_device_train_batch_size * chosen.gradient_accumulation_steps * ranks
-    tokens = DataSets(asked, Console(quiet=True)).open(chosen.data, "train")
-    rows = len(Rows.of(tokens, chosen.max_length, chosen.packing))
-    left = rows - round(rows * chosen.eval_share)
-    usual = min(asked.num_train_epochs or 9, 3.0 if tokens.about.chats else 1.0)
+    of_ranks = a_step(found) * ranks
+    tokens = DataSets(found, Console(quiet=True)).open(found.data, "train")
+    rows = len(Rows.of(tokens, found.max_length, found.packing))
+    left = rows - round(rows * found.eval_share)
+    usual = min(given.get("num_train_epochs", 9), 3.0 if tokens.about.chats else 1.0)
     for flag, (value, why) in said.items():
         numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*(?=[ %]|$)", why)]
         match flag:
             case "--max-steps":
                 epochs, sequences, each, *_ = numbers
-                assert (sequences, each, int(value.replace(",", ""))) == (left, a_step, chosen.max_steps)
-                assert (chosen.max_steps - 1) * each < epochs * sequences <= chosen.max_steps * each
-                assert ("learns little" in why) == (chosen.max_steps < 50)
+                assert (sequences, each, int(value.replace(",", ""))) == (left, of_ranks, found.max_steps)
+                assert (found.max_steps - 1) * each < epochs * sequences <= found.max_steps * each
+                assert ("learns little" in why) == (found.max_steps < 50)
             case "--warmup-steps":
-                assert numbers[0] == pytest.approx(100 * chosen.warmup_steps / chosen.max_steps, abs=0.05)
-                assert ("the most by default" in why) == (chosen.warmup_steps == 100)
+                assert numbers[0] == pytest.approx(100 * found.warmup_steps / found.max_steps, abs=0.05)
+                assert ("the most by default" in why) == (found.warmup_steps == 100)
             case "--gradient-accumulation-steps" if "tokens a step" in why:
-                assert numbers[0] == a_step * chosen.max_length
-                assert numbers[1:] == [math.ceil(usual * left / a_step)] * ("usual epochs" in why)
+                assert numbers[0] == of_ranks * found.max_length
+                assert numbers[1:] == [math.ceil(usual * left / of_ranks)] * ("usual epochs" in why)
+                assert "usual epochs" not in why or numbers[1] >= 100 or a_step(found) == 1, "a sequence for each rank"
             case "--max-length":
                 if "conversations" in why:
-                    assert numbers[0] == int(100 * (np.diff(tokens.ends, prepend=0) <= chosen.max_length).mean())
+                    assert numbers[0] == int(100 * (np.diff(tokens.ends, prepend=0) <= found.max_length).mean())
                 elif "the data" in why:
                     assert numbers == [len(tokens)]
-                    assert len(tokens) < 8 * 2 * chosen.max_length < 8 * 2048
+                    assert len(tokens) < 8 * 2 * found.max_length < 8 * 2048
                 else:
-                    assert chosen.max_length == (positions_of(chosen.model) if "positions" in why else 1024)
+                    assert found.max_length == (positions_of(found.model) if "positions" in why else 1024)
             case "--eval-steps":
-                assert numbers[0] == 1 + math.ceil(chosen.max_steps / chosen.eval_steps)
+                assert numbers[0] == 1 + math.ceil(found.max_steps / found.eval_steps)
             case "--max-eval-samples":
-                forwards = (1 + math.ceil(chosen.max_steps / chosen.eval_steps)) * math.ceil(
-                    min(chosen.max_eval_samples, rows - left or chosen.max_eval_samples)
-                    / chosen.per_device_train_batch_size
-                    / ranks
-                )
-                passes = chosen.max_steps * chosen.gradient_accumulation_steps
+                samples = min(found.max_eval_samples, rows - left or found.max_eval_samples)
+                forwards = 1 + math.ceil(found.max_steps / found.eval_steps)
+                forwards *= math.ceil(samples / found.per_device_train_batch_size / ranks)
+                passes = found.max_steps * found.gradient_accumulation_steps
                 assert numbers[0] == pytest.approx(50 * forwards / passes, abs=0.51)
 
 
-def test_a_step_is_so_small_that_the_epochs_give_the_steps_that_are_promised(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for ranks in (1, 2, 3):
-        monkeypatch.setattr(TrainConfig, "ranks_with_batches", lambda *_, ranks=ranks: ranks)
-        asked = TrainConfig(
-            model=str(folder / "model"), data=str(folder / "chats.jsonl"), max_length=32, eval_share=0.0
-        )
-        chosen = choices(asked, Console(quiet=True))
-        assert (
-            chosen.max_steps >= 100 or chosen.per_device_train_batch_size * chosen.gradient_accumulation_steps == 1
-        ), "a sequence for each rank"
-
-
 def test_advice_against_few_steps_gives_more_of_them(folder: Path) -> None:
-    shown = io.StringIO()
-    asked = TrainConfig(
-        model=str(folder / "model"), data=str(folder / "chats.jsonl"), max_length=32, tokens_per_step=4096
-    )
-    few = choices(asked, Console(file=shown, width=300)).max_steps
+    shown, asked = io.StringIO(), {"data": "chats.jsonl", "max_length": 32, "tokens_per_step": 4096}
+    few = chosen(folder, shown, **asked).max_steps
     assert few < 50
     assert "give more data, --max-steps or --num-train-epochs, or fewer --tokens-per-step" in shown.getvalue()
     for advice in ({"num_train_epochs": 9.0}, {"tokens_per_step": 512}):
-        assert choices(replace(asked, **advice), Console(quiet=True)).max_steps > few
-    shown = io.StringIO()
-    choices(replace(asked, max_steps=8), Console(file=shown))
-    assert "learns little" not in shown.getvalue(), "the user wants these"
+        assert chosen(folder, **{**asked, **advice}).max_steps > few
+    chosen(folder, wanted := io.StringIO(), **asked, max_steps=8)
+    assert "learns little" not in wanted.getvalue(), "the user wants these"
 
 
 @pytest.mark.parametrize(("steps", "rows"), [(5, 20), (50, 20), (400, 20), (400, 2000), (10_000, 300)])
 def test_evaluations_take_at_most_a_tenth_of_the_time_of_a_run_that_is_not_tiny(steps: int, rows: int) -> None:
     """A forward and its backward take at least as long as two forwards."""
     for batch, passes in ((1, 1), (4, 2), (16, 1)):
-        asked = TrainConfig(
-            model="gpt2",
-            max_steps=steps,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=passes,
-            eval_share=0.5,
-        )
-        chosen, _ = defaults._evaluations(asked, 1, rows)
-        evaluations = 1 + math.ceil(steps / chosen.eval_steps)
-        forwards = evaluations * math.ceil(min(chosen.max_eval_samples, rows) / batch)
+        of_step = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": passes}
+        asked = TrainConfig(model="gpt2", max_steps=steps, eval_share=0.5, **of_step)
+        found, _ = defaults._evaluations(asked, 1, rows)
+        evaluations = 1 + math.ceil(steps / found.eval_steps)
+        forwards = evaluations * math.ceil(min(found.max_eval_samples, rows) / batch)
         assert forwards <= max(2, 0.2 * steps * passes)
         assert 2 <= evaluations <= 11
         given = replace(asked, eval_steps=3, max_eval_samples=7)
         assert defaults._evaluations(given, 1, rows) == (given, [])
 
 
-def test_each_stage_of_a_pipeline_has_a_micro_batch(folder: Path, tmp_path: Path) -> None:
-    given = {
-        "data": str(folder / "text.txt"),
-        "max_length": 64,
-        "tokens_per_step": 512,
-        "max_steps": 1,
-        "eval_share": 0.0,
-    }
-    shapes = []
-    for stages in (1, 4):
-        config = TrainConfig(
-            model=str(folder / "model"), output_dir=tmp_path / "run", pipeline_parallel=stages, **given
-        )
-        chosen = choices(config, Console(file=io.StringIO()))
-        shapes.append((chosen.per_device_train_batch_size, chosen.gradient_accumulation_steps))
-    assert shapes == [(8, 1), (2, 4)]
+def test_each_stage_of_a_pipeline_has_a_micro_batch(folder: Path) -> None:
+    for stages, shape in ((1, (8, 1)), (4, (2, 4))):
+        given: dict[str, Any] = {"max_length": 64, "tokens_per_step": 512, "max_steps": 1, "eval_share": 0.0}
+        found = chosen(folder, data="text.txt", pipeline_parallel=stages, **given)
+        assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == shape
 
 
 def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) -> None:
@@ -299,11 +245,7 @@ def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) ->
     assert second.differing(first, "the first") == []
     args = ["train", "--config", str(tmp_path / "one" / "run.yaml"), "--max-length", "32"]
     _, changed = parse(args)
-    assert (changed.max_length, changed.per_device_train_batch_size, changed.betas) == (
-        32,
-        first.per_device_train_batch_size,
-        (0.9, 0.98),
-    )
+    assert changed == replace(first, max_length=32, output_dir=None, config=changed.config)
 
 
 def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:

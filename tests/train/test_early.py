@@ -73,12 +73,13 @@ def test_mistakes_that_need_no_torch_are_refused_before_it_is_imported(
     assert sorted(path.name for path in (tmp_path / "used").iterdir()) == []
 
 
-@pytest.mark.parametrize("setting", ["optim", "quantized"])
+@pytest.mark.parametrize("setting", ["optim", "quantized", "built in"])
 def test_what_needs_torch_is_refused_before_data_are_read(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An optimizer that does not fit the other settings, and a format for weights that the model lacks."""
     cases = {"optim": {"optim": "muon", "tile_limit": "64KiB"}, "quantized": {"load_in_4bit": True, "lora_r": 2}}
+    cases["built in"] = {**cases["quantized"], "model": "llama-15m"}
     monkeypatch.setattr("pagoda.train.tokens.open_tokens", lambda *_: pytest.fail("nothing is read"))
     monkeypatch.setattr(early, "check_installed", lambda *_: None)
     with pytest.raises(ConfigError, match=r"does not work with|is for pretrained weights"):

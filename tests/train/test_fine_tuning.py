@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.train import TrainConfig, run
 from pagoda.train.data import Batches, Rows
@@ -26,7 +25,7 @@ from pagoda.train.run_dir import RunDir
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import open_tokens
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
-from tests.tiny import batch_of, write_model
+from tests.tiny import batch_of, command, write_model
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +124,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: str, folder: Path,
     assert again == losses
     assert [(line["step"], line["loss"]) for line in resumed] == [(line["step"], line["loss"]) for line in evals]
     shutil.copy(folder / data, tmp_path / data)
-    trained(
-        replace(parts, max_steps=5, resume_from_checkpoint="last", cache=tmp_path / "cache", data=str(tmp_path / data))
-    )
+    on = replace(parts, max_steps=5, resume_from_checkpoint="last")
+    trained(replace(on, cache=tmp_path / "cache", data=str(tmp_path / data)))
 
 
 @DATA
@@ -165,18 +163,11 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
     assert last < 20
     assert "Stopped early" in shown
     assert [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()] == sorted({best, last})
-    again = run(
-        replace(config, resume_from_checkpoint="last", early_stopping_patience=0, max_steps=last + 1),
-        Console(quiet=True),
-    )
-    assert again.first_step == last + 1
+    on = replace(config, resume_from_checkpoint="last", early_stopping_patience=0)
+    assert run(replace(on, max_steps=last + 1), Console(quiet=True)).first_step == last + 1
     assert best in [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()]
     # Losses on other sequences are not compared with those before.
-    _, evals, shown = trained(
-        replace(
-            config, resume_from_checkpoint="last", early_stopping_patience=0, max_steps=last + 3, max_eval_samples=1
-        )
-    )
+    _, evals, shown = trained(replace(on, max_steps=last + 3, max_eval_samples=1))
     assert "on other sequences than before, or noted by another version: the best" in shown
     best = min(evals[-2:], key=lambda line: line["loss"])["step"]
     assert RunDir(config.output_dir).named("best").step == best
@@ -184,20 +175,20 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
 
 
 WRONG = {
-    "no chat template": (["--data", "{}/chats.jsonl", "--model", "{}/untold"], "put a chat_template.jinja next to it"),
+    "no chat template": ("--data {}/chats.jsonl --model {}/untold", "put a chat_template.jinja next to it"),
     "a vocabulary that does not match": (
-        ["--tokenizer", "{}/untold", "--model", "{}/small", "--data", "{}/texts.jsonl"],
+        "--tokenizer {}/untold --model {}/small",
         "vocabulary of 64, and data '.*texts.jsonl' has tokens up to",
     ),
     "a vocabulary that does not match that of --eval-data": (
-        ["--model", "{}/bytes", "--data", "{}/plain.txt", "--eval-data", "{}/accents.txt"],
+        "--model {}/bytes --data {}/plain.txt --eval-data {}/accents.txt",
         "vocabulary of 128, and data '.*accents.txt' has tokens up to 195",
     ),
-    "sequences that are too long": (["--max-length", "512"], "use --max-length 256 or less"),
-    "conversations that are too long": (["--max-length", "8", "--data", "{}/chats.jsonl"], "use a larger --max-length"),
-    "everything held out": (["--eval-share", "0.999"], "leaves nothing of"),
-    "an interrupted download": (["--model", "{}/part"], "lacks 1 of its 2 files of weights.*run hf download again"),
-    "a gated model": (["--model", "{}/gated"], "downloaded without weights: run hf download again.*accept its terms"),
+    "sequences that are too long": ("--max-length 512", "use --max-length 256 or less"),
+    "conversations that are too long": ("--max-length 8 --data {}/chats.jsonl", "use a larger --max-length"),
+    "everything held out": ("--eval-share 0.999", "leaves nothing of"),
+    "an interrupted download": ("--model {}/part", "lacks 1 of its 2 files of weights.*run hf download again"),
+    "a gated model": ("--model {}/gated", "downloaded without weights: run hf download again.*accept its terms"),
 }
 
 
@@ -224,16 +215,9 @@ def test_mistakes_are_one_message_with_the_remedy(
     case: str, wrongs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, message = WRONG[case]
-    usual = {
-        "--model": "{}/model",
-        "--data": "{}/texts.jsonl",
-        "--max-length": "64",
-        "--per-device-train-batch-size": "1",
-        "--max-steps": "1",
-    }
-    given = {**usual, **dict(zip(flags[::2], flags[1::2], strict=True)), "--memory.host": "1GiB"}
-    args = [part.replace("{}", str(wrongs)) for pair in given.items() for part in pair]
-    assert main(["train", *args, "--output-dir", str(tmp_path / "run")]) == 2
+    usual = "train --model {}/model --data {}/texts.jsonl --max-length 64 --per-device-train-batch-size 1 --max-steps 1"
+    asked = f"{usual} --memory.host 1GiB {flags}".replace("{}", str(wrongs))
+    assert command(f"{asked} --output-dir {tmp_path / 'run'}") == 2
     error = capsys.readouterr().err
     assert error.count("pagoda: ") == 1
     assert re.search(message, error)

@@ -37,11 +37,7 @@ def lines_of(config: TrainConfig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "even"),
-    [
-        ("mixtral-15m", 2),
-        pytest.param("qwen3-moe-15m", 4, marks=pytest.mark.slow),
-    ],
+    ("name", "even"), [("mixtral-15m", 2), pytest.param("qwen3-moe-15m", 4, marks=pytest.mark.slow)]
 )
 def test_a_mixture_trains_resumes_bit_for_bit_and_has_the_same_loss_in_transformers(
     name: str, even: int, tmp_path: Path

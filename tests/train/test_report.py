@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pagoda.forecast.record import as_lines
 from pagoda.memory.forms import whole
 from pagoda.memory.sizes import format_bytes
 from pagoda.train.report import report
-from tests.tiny import tiny_run, trained, write_model
+from tests.tiny import command, tiny_run, trained, write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -26,15 +27,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "page").write_text("a text that is long enough for <b>some</b> sequences. " * 40)
     (folder / "ssd").mkdir()
     memory = Memory(host="1MiB", ssd=str(folder / "ssd"))
-    more: dict[str, Any] = {
-        "max_length": 32,
-        "eval_share": 0.2,
-        "max_eval_samples": 4,
-        "eval_steps": 2,
-        "plan": "usual",
-        "max_steps": 6,
-    }
-    trained(tiny_run(folder, model=write_model(folder / "model"), data=str(folder / "page"), memory=memory, **more))
+    config = tiny_run(folder, model=write_model(folder / "model"), data=str(folder / "page"), memory=memory)
+    config = replace(config, max_length=32, max_steps=6, plan="usual")
+    trained(replace(config, eval_share=0.2, max_eval_samples=4, eval_steps=2))
     return folder / "run"
 
 
@@ -103,8 +98,8 @@ def test_the_page_says_why_nothing_was_predicted(
 
 
 def test_a_plan_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--model", "gpt-2x64", "--per-device-train-batch-size", "1", "--hardware", "rtx4090", "--json"]
-    assert main(asked) == 0
+    asked = "plan --model gpt-2x64 --per-device-train-batch-size 1 --hardware rtx4090 --json"
+    assert command(asked) == 0
     (tmp_path / "plan.json").write_text(capsys.readouterr().out)
     assert main(["report", str(tmp_path / "plan.json")]) == 0
     page = (tmp_path / "plan.html").read_text()
@@ -113,7 +108,7 @@ def test_a_plan_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert all(unit["name"] in page for unit in plan["units"])
     assert f"{plan['tokens_per_s']:,.1f}" in page
     capsys.readouterr()
-    assert main([*asked, "--memory.device", "1MiB", "--memory.host", "1MiB"]) == 1
+    assert command(f"{asked} --memory.device 1MiB --memory.host 1MiB") == 1
     (tmp_path / "tight.json").write_text(capsys.readouterr().out)
     assert "Fits</th><td>no. " in report(tmp_path / "tight.json")
     (tmp_path / "other.json").write_text("{}")

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from pagoda.errors import CheckpointError, ConfigError
+from pagoda.memory.forms import with_hash
 from pagoda.train import TrainConfig
 from pagoda.train.run_dir import RunDir
 
@@ -139,8 +139,6 @@ def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
         ("accumulation_steps", 2),
         ("lora", {"rank": 2}),
     ):
-        settings = {**CONFIG.settings(), name: value}
-        whole = xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())
-        run_dir.config.write_text(json.dumps({**settings, "hash": whole}))
+        run_dir.config.write_text(json.dumps(with_hash({**CONFIG.settings(), name: value})))
         with pytest.raises(ConfigError, match=rf"config\.json: .*{name}"):
             run_dir.started_config()

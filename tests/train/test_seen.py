@@ -47,7 +47,6 @@ KEYS: dict[str, tuple[Any, list[Any] | str]] = {
     "history of a question": ({**QUESTION, "history": [["hi", "yes"]]}, [*TALK, *TALK]),
     "no history": ({**CHAT, "history": [], "tools": "[]", "system": None, "tool_calls": None}, TALK),
     "input": ({**ASKED, "input": "there"}, [{**USER, "content": "hi\n\nthere"}, YES]),
-    "a list of messages": (TALK, TALK),
 }  # fmt: skip
 
 

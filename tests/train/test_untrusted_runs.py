@@ -23,7 +23,7 @@ from pagoda.train import TrainConfig, assembly, defaults, run
 from pagoda.train.run_dir import LOCK, RunDir
 from tests.files import content_of
 from tests.text_files import write_pretrained
-from tests.tiny import tiny_run
+from tests.tiny import command, tiny_run
 
 MODULE = "class Opt(__import__('torch').optim.SGD): ...\nopen(__file__ + '.ran', 'w').close()\n"
 
@@ -52,9 +52,7 @@ def rewrite(directory: Path, **changes: object) -> None:
 
 
 def resumed(directory: Path, *flags: str) -> int:
-    return main(
-        ["train", "--resume-from-checkpoint", "last", "--output-dir", str(directory), "--max-steps", "3", *flags]
-    )
+    return command(" ".join([f"train --resume-from-checkpoint last --output-dir {directory} --max-steps 3", *flags]))
 
 
 def test_a_class_that_only_the_run_names_is_not_imported(
@@ -65,10 +63,8 @@ def test_a_class_that_only_the_run_names_is_not_imported(
     rewrite(directory, optim="strangers_module:Opt")
     assert resumed(directory) == 2
     assert "add --optim strangers_module:Opt" in capsys.readouterr().err
-    for command in ("generate", "report", "inspect"):
-        assert (
-            main([command, str(directory), *["--prompt", "a", "--max-new-tokens", "1"] * (command == "generate")]) == 0
-        )
+    for use in (f"generate {directory} --prompt a --max-new-tokens 1", f"report {directory}", f"inspect {directory}"):
+        assert command(use) == 0
     assert "strangers_module" not in sys.modules
     assert not (tmp_path / "strangers_module.py.ran").exists()
     assert resumed(directory, "--optim", "strangers_module:Opt") == 2, "the checkpoint is of AdamW"
@@ -205,8 +201,8 @@ def test_a_model_with_more_layers_than_any_is_refused_at_once(
     changed = {outer: {inner: count}} if outer else {inner: count}
     manifest["model"]["config"] |= changed
     write_manifest(checkpoint, manifest)
-    for command in (["generate", directory, "--prompt", "a"], ["export", directory, tmp_path / "out"]):
-        assert main([*map(str, command)]) == 2
+    for use in (f"generate {directory} --prompt a", f"export {directory} {tmp_path / 'out'}"):
+        assert command(use) == 2
         assert f"{inner} is 1e+" in capsys.readouterr().err
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(manifest["model"]["config"]))
@@ -218,8 +214,8 @@ def test_an_enormous_manifest_is_refused_before_it_is_read(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.truncate(RunDir(directory).latest().state / "manifest.json", 1 << 40)
-    for command in (["generate", directory, "--prompt", "a"], ["export", directory, tmp_path / "out"]):
-        assert main([*map(str, command)]) == 2
+    for use in (f"generate {directory} --prompt a", f"export {directory} {tmp_path / 'out'}"):
+        assert command(use) == 2
         assert "1099511627776 bytes, more than any file that Pagoda writes" in capsys.readouterr().err
 
 
