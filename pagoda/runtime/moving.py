@@ -80,10 +80,11 @@ def _on_device(store: Store) -> dict[tuple[int, str], torch.Tensor]:
     """(unit, state) -> its newest version, for states on a separate device."""
     keys = ((unit, state) for unit, states in enumerate(store.numbers) for state in states)
     found = {key: store.tensor(*key) for key in keys if store.tier(*key) == DEVICE}
-    return {key: tensor for key, tensor in found.items() if tensor is not None}
+    return {key: tensor for key, tensor in found.items() if tensor is not None and len(tensor)}
 
 
 def _newest(store: Store, unit: int, state: str) -> torch.Tensor | None:
+    """The newest version of a state that is in memory."""
     aside = store.aside.get((unit, state))
     return store.tensor(unit, state) if aside is None else aside
 

@@ -13,6 +13,7 @@ import pagoda
 from pagoda.autograd.activations import places
 from pagoda.autograd.activations.places import Piece, RamPlace, SsdPlace
 from pagoda.runtime.device import PAST, Device, Event
+from pagoda.runtime.moving import move_states
 
 PAGE = 4096
 
@@ -101,7 +102,7 @@ def test_what_was_written_to_ssd_comes_back(drives: int, tmp_path: Path) -> None
         place.write(pieces, data, PAST)
         written.append((data, pieces))
     assert store.ssd.added.count * place.page_bytes == place.capacity_bytes > places._GROWTH_BYTES
-    store.move(store.plan)
+    move_states(store, store.plan, Device())
     place.take_buffers()
     for data, pieces in written:
         into = torch.empty_like(data)

@@ -51,7 +51,7 @@ def test_pages_beyond_those_of_the_beginning_take_no_spare_slots(tier: Tier, tmp
     more = [tier.alloc(5), tier.alloc(20)]
     for seed, run in enumerate(more):
         tier.store(run, 0, pattern(run.count, seed))
-    with closing(tier.snapshot(awaited=False)) as frozen:
+    with closing(tier.snapshot()) as frozen:
         frozen.add(states)
         tier.store(states, 0, pattern(8, 2))
         tier.store(more[1], 0, pattern(20, 3))

@@ -192,14 +192,14 @@ def test_frozen_weights_on_ssd_need_no_spare_pages() -> None:
     assert placement.changing_on_ssd(layout) == placement.pages(SSD, VERSIONS)
 
 
-def test_activations_that_leave_a_device_get_ram_before_copies_for_a_checkpoint() -> None:
+def test_activations_that_leave_a_device_get_ram_before_versions_for_a_checkpoint() -> None:
     """Each step moves activations, and few steps meet a checkpoint."""
     layout = Layout(tuple(unit(index, 50_000) for index in range(4)), STATES["bf16"], 4096)
     lines = {}
     for activations in ("keep", "offload"):
         options = Options(activations=activations)
         lines[activations] = place(layout, Budgets(LARGE, device=LARGE, ssd=LARGE), options).pages(HOST, VERSIONS)
-    assert lines["offload"] == layout.piece_pages < lines["keep"]
+    assert lines["offload"] == 0 < lines["keep"]
 
 
 @pytest.mark.parametrize(("precision", "states", "gradient"), [("bf16", 2 + 2 + 4 + 4, 2), ("fp32", 4 + 4 + 4, 4)])
