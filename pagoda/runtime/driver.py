@@ -34,11 +34,13 @@ class Driver:
         execute: Callable[[Operation], None],
         damage: Damage,
         observe: Callable[[Scheduler], None],
+        on_stop: Callable[[BaseException], None],
     ) -> None:
         """`execute` passes an operation to its lane. It may report the end at once. `observe` is called after events,
-        under the lock."""
+        under the lock. `on_stop` lets work fail that waits for events, when the driver has stopped."""
         self.scheduler = scheduler
         self._observe = observe
+        self._on_stop = on_stop
         self._execute = execute
         self._damage = damage
         self._lock = threading.Lock()
@@ -58,6 +60,7 @@ class Driver:
     def _note(self, error: BaseException) -> None:
         self._damage.note(error)
         self._damage.is_final = self.stopped = True
+        self._on_stop(error)
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Pass on an event. On return it has been processed, unless this thread is already processing another one."""

@@ -42,8 +42,8 @@ class Executor:
     _share_weights: Callable[[UnitGradient], Handle] | None
     """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes."""
     damage: Damage = field(default_factory=Damage)
-    _held: list[Operation] = field(default_factory=list)
-    """EVICT, OUTDATE and ASK of weights to which something still referred."""
+    _held: dict[object, Operation] = field(default_factory=dict)
+    """EVICT, OUTDATE and ASK of weights to which something still referred. Of a unit, the latest ASK is enough."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
     drive_error: BaseException | None = None
@@ -54,7 +54,9 @@ class Executor:
 
     def __post_init__(self) -> None:
         gradients = self._gradients
-        self.driver = Driver(self._scheduler, lambda op: self._do[op.kind](op), self.damage, gradients.meter.hold)
+        self.driver = Driver(
+            self._scheduler, lambda op: self._do[op.kind](op), self.damage, gradients.meter.hold, self.abandon
+        )
         self._asynchronous = self._store.plan.options.asynchronous
         self._do = {
             Kind.FETCH: self._fetch,
@@ -79,9 +81,9 @@ class Executor:
         """Tell the scheduler about weights to which nothing refers any more. torch tells nobody that the last view of a
         storage is gone, nor autograd that a graph is. So every event of compute begins with this question. It takes no
         time while nothing is held."""
-        for operation in [*self._held]:
-            if self._leases.is_free(operation, self._units[operation.unit]) and operation in self._held:
-                self._held.remove(operation)
+        for key, operation in [*self._held.items()]:
+            if self._leases.is_free(operation, self._units[operation.unit]) and key in self._held:
+                del self._held[key]
                 self.driver.tell(self._let_go, operation)
 
     def retry_updates(self) -> None:
@@ -254,7 +256,7 @@ class Executor:
     def _reclaim(self, operation: Operation) -> None:
         free = self._leases.reclaim(operation, self._units[operation.unit])
         if not free:
-            self._held.append(operation)
+            self._held[operation.unit if operation.kind is Kind.ASK else operation] = operation
         self.driver.tell(self._scheduler.reclaimed, operation, free)
 
     def _let_go(self, operation: Operation) -> None:
@@ -288,8 +290,13 @@ class Executor:
         if not update.speculative:
             self._is_final(update)
         used = partial(tell, scheduler.gradient_used, operation)
-        retried = not update.speculative and self._share_weights is None  # other ranks would wait
-        suspended = partial(tell, self._note_drive_error) if retried else None
+
+        def suspended(error: BaseException) -> bool:
+            retried = not update.speculative and self._share_weights is None  # other ranks would wait
+            if retried:
+                tell(self._note_drive_error, error)
+            return retried
+
         self.updates.submit(RunningUpdate(gradient, gradient.segments, extents, updated, written, used, suspended))
 
     def _note_drive_error(self, error: BaseException) -> None:

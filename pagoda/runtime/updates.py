@@ -53,8 +53,8 @@ class RunningUpdate(NamedTuple):
     """Ends when every state is in its home."""
     used: Callable[[], None]
     """Called when the gradient has been read."""
-    suspended: Callable[[BaseException], None] | None = None
-    """Called when a drive has failed. The update waits for `UpdateStream.retry`. If None, the update fails at once."""
+    suspended: Callable[[BaseException], bool] = lambda _: False
+    """Called when a drive has failed. Returns whether the update waits for `UpdateStream.retry`. If not, it fails."""
 
     @property
     def unit(self) -> LiveUnit:
@@ -214,10 +214,8 @@ class UpdateStream:
         update: RunningUpdate = action.about
         if action.do is Do.SUSPEND:
             assert action.error is not None
-            if update.suspended is None or self.gives_up:
+            if self.gives_up or not update.suspended(action.error):
                 self._tell(self._stream.give_up, update)
-            else:
-                update.suspended(action.error)
             return
         weights_on_ssd = self._store.run(update.unit.index, WEIGHT) is not None
         if action.do is Do.USED:

@@ -248,7 +248,9 @@ class UpdateSchedule:
     # --- reports of an UPDATE ---
 
     def gradient_used(self, update: Update) -> None:
-        """An update has read its gradient for the last time."""
+        """An update has read its gradient for the last time. It may say so again after it has failed."""
+        if update.has_read:
+            return
         update.has_read = True
         self._gradients.used(update.record, last=not update.speculative)
 
@@ -320,8 +322,12 @@ class UpdateSchedule:
 
     @property
     def prepared(self) -> bool:
-        """Whether a checkpoint can begin: the previous checkpoint has read everything, and no update is speculative."""
-        return not self._checkpoint.left and all(weights.guess is None for weights in self._versions.of)
+        """Whether a checkpoint can begin: the previous checkpoint has read everything, no update is speculative, and
+        states are in the runs in which the checkpoint will find them."""
+        versions = self._versions
+        return not self._checkpoint.left and not any(
+            weights.guess or versions.is_moving(unit) for unit, weights in enumerate(versions.of)
+        )
 
     def drain(self, draining: bool) -> None:
         """Begin or stop draining. While draining, no update is speculative."""
@@ -442,7 +448,7 @@ class UpdateSchedule:
         if update.record.lost:
             self.undo(update.unit)  # it is speculative, else everything has failed with the gradient
             return
-        if not self._gradients.usable(update.record):
+        if not self._gradients.usable(update.record) or self._leases.in_use(update.unit):
             return
         # Not earlier: the gradient may wait for buffers of later updates, for which the room is enough.
         if not self._versions.choose(update):

@@ -18,9 +18,10 @@ from pagoda.schedule.records import GradientRecord, Update, UpdateState, Weights
 class Versions:
     """The states of every unit.
 
-    Invariants: a run has one reference of the unit whose newest state it holds; with asynchronous updates, another one
-    of accesses that read it; and one of each checkpoint and update that uses it. An update in place has none of its
-    own. A run that accesses or updates have left is free once nothing reads the unit.
+    Invariants: a run has one reference of the unit whose newest state it holds, and one of each checkpoint and update
+    that uses it. An update in place has none of its own. Accesses read the newest weights. With asynchronous updates
+    they may read older ones, and have a reference of their own. A run that accesses or updates have left is free once
+    nothing reads the unit.
     """
 
     def __init__(self, plan: SchedulePlan, issue: Callable[[Operation], None]) -> None:
@@ -102,6 +103,12 @@ class Versions:
         pairs = zip(self.of[update.unit].runs, update.runs, strict=True)
         return all(before != run or not run.count for before, run in pairs)
 
+    def is_moving(self, unit: int) -> bool:
+        """Whether an update of a unit that is final writes to other runs than the newest version has."""
+        update = self.of[unit].update
+        running = update is not None and update.state is UpdateState.RUNNING and not update.speculative
+        return update is not None and running and update.runs != self.of[unit].runs
+
     def adopt(self, update: Update) -> None:
         """An update is final and has written the weights: what it writes is the newest version."""
         unit, weights = update.unit, self.of[update.unit]
@@ -113,9 +120,10 @@ class Versions:
                 self._leave(unit, state, run)
 
     def show(self, unit: int) -> None:
-        """Accesses read the newest weights, unless they lag or an update must end first."""
+        """Accesses read the newest weights, unless these are not to be seen yet. If an update must end first, accesses
+        wait."""
         weights = self.of[unit]
-        if weights.runs and weights.newest == weights.version:
+        if weights.runs and (weights.newest == weights.version or not self._plan.asynchronous):
             self._read_newest(unit)
 
     def give_up(self, update: Update) -> None:
@@ -203,7 +211,7 @@ class Versions:
         if before == run:
             return
         weights.read = run
-        self._issue(Operation(Kind.ADOPT, unit, run, weights.version))
+        self._issue(Operation(Kind.ADOPT, unit, run, weights.newest))
         if self._plan.asynchronous:
             self._pin(unit, 0, run)
             self._leave(unit, 0, before)

@@ -306,7 +306,8 @@ def test_what_a_devices_work_reads_stays_alive_until_it_has_ended_and_no_longer(
 @pytest.mark.parametrize("waits_first", [False, True])
 def test_an_error_of_an_event_reaches_whoever_waits(waits_first: bool) -> None:
     scheduler: Any = SimpleNamespace(take=list, idle=False)
-    driver = Driver(scheduler, lambda _: None, Damage(), lambda _: None)
+    told: list[BaseException] = []
+    driver = Driver(scheduler, lambda _: None, Damage(), lambda _: None, told.append)
 
     def on_a_lane() -> None:
         with pytest.raises(LookupError):
@@ -321,3 +322,4 @@ def test_an_error_of_an_event_reaches_whoever_waits(waits_first: bool) -> None:
     ):
         driver.wait(lambda: False, lambda: None)
     thread.join()
+    assert [str(error) for error in told] == ["an event that contradicts itself"], "what waits elsewhere hears of it"

@@ -236,6 +236,52 @@ def test_an_update_waits_for_room_until_a_version_is_free() -> None:
     assert second in units_of(Kind.UPDATE, end_all(scheduler, but=Kind.SAVE))
 
 
+def test_a_checkpoint_begins_once_states_are_where_it_will_find_them() -> None:
+    """Which pages it keeps is said before it begins."""
+    scheduler = Scheduler(
+        replace(plan(frames=0), units=[UnitPlan(speculated=True, states=ON_HOST)] * 4, spares={"host": (1,) * 4})
+    )
+    scheduler.gradient(0, complete=True, last=True)
+    (update,) = (op for op in end_all(scheduler, updates=False) if op.kind is Kind.UPDATE)
+    scheduler.end_step()
+    scheduler.prepare_checkpoint()
+    assert not scheduler.checkpoint_prepared
+    end(scheduler, update)
+    assert scheduler.checkpoint_prepared
+    runs = scheduler.weights(0).runs
+    scheduler.begin_checkpoint()
+    assert [op.runs[:1] for op in scheduler.take() if op.kind is Kind.SAVE and op.unit == 0] == [runs]
+
+
+def test_accesses_never_refer_to_a_run_that_is_free() -> None:
+    """A second update is requested before the first has written what accesses wait for."""
+    scheduler, saves, update = begun_checkpoint()
+    scheduler.end_step()
+    made(scheduler, update.unit)
+    scheduler.end_step()
+    for op in saves:
+        scheduler.ended(op)
+    end(scheduler, update)
+    end_all(scheduler, updates=False)
+    weights = scheduler.weights(update.unit)
+    assert weights.newest < weights.version
+    assert weights.read == weights.runs[0] == update.runs[0]
+
+
+def test_an_update_begins_to_write_only_while_nobody_reads() -> None:
+    """Its gradient comes back from SSD while another rank begins to read."""
+    scheduler = with_buffers(1)
+    for unit in (0, 1):
+        made(scheduler, unit)
+    scheduler.end_step()
+    reload = next(op for op in end_all(scheduler, but=Kind.RELOAD) if op.kind is Kind.RELOAD)
+    scheduler.others_read(reload.unit)
+    scheduler.ended(reload)
+    assert reload.unit not in units_of(Kind.UPDATE, end_all(scheduler))
+    scheduler.others_have_read(reload.unit)
+    assert reload.unit in units_of(Kind.UPDATE, end_all(scheduler))
+
+
 def test_weights_that_something_refers_to_do_not_move() -> None:
     units = [UnitPlan(states=ON_HOST) for _ in range(4)]
     scheduler = Scheduler(replace(plan(frames=0), units=units, reserve={"host": 4}))
