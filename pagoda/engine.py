@@ -336,6 +336,7 @@ class Engine:
             self._executor.updates.gives_up = False
         try:
             self.accesses.tell(self.scheduler.replaced, lags)
+            self.device.settle()  # nothing reads or poisons what is written now
             with self.store.replacing():
                 yield
             self.accesses.wait_until_idle()

@@ -12,12 +12,12 @@ it."""
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Consecutive frames (of a memory) or slots (of a file) `[start, stop)`, counted in pages."""
+    """Consecutive frames of a memory, or pages of an SSD tier, `[start, stop)`."""
 
     start: int
     """Index of the first frame."""
     count: int
-    """The number of frames, at least 1."""
+    """The number of frames. 0 only for the run of a state without elements."""
 
     @property
     def stop(self) -> int:

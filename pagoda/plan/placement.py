@@ -20,7 +20,7 @@ LINES_AFTER_STATES = (
 )
 """The lines of a tier that are not homes of states, in the order in which tables show them."""
 MEANING: Mapping[str, str] = {
-    WEIGHT_BACK: "the weights that asynchronous updates write",
+    WEIGHT_BACK: "room for new weights, while a step reads those without the last asynchronous updates",
     GRAD_QUEUE: "gradients that wait for their asynchronous update",
     VERSIONS: "other versions of states, while a checkpoint or a step that may be clipped or dropped needs the old one",
     LEASES: "weights while forward and backward use them",

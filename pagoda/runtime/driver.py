@@ -25,7 +25,8 @@ class Driver:
     do small work at once (`Lane.inline_bytes`).
 
     An error in an event leaves half of it behind. Then the states are damaged and the driver stops: it ignores events,
-    and refuses to wait. Signals are held back in events, so this is a fault of Pagoda or of the system.
+    and refuses to wait. That is a fault of Pagoda or of the system. A signal such as Ctrl-C is no such error: it takes
+    effect after the event (`held_back`).
     """
 
     def __init__(

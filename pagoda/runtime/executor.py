@@ -116,12 +116,12 @@ class Executor:
         raise BudgetError(self._gradients.exhausted(unit), tier=HOST)
 
     def end_step(self, clipped: bool, changed: Collection[int], unused: Collection[int]) -> None:
-        """`step()` was called. This is an event."""
+        """`step()` was called. Call it only through `driver.tell`."""
         self._scheduler.end_step(clipped, changed=changed, unused=unused)
         self._end_pending()
 
     def restored(self, lags: Sequence[int]) -> None:
-        """Every state has been replaced, by weights with these `lags`. This is an event."""
+        """Every state has been replaced, by weights with these `lags`. Call it only through `driver.tell`."""
         self._scheduler.restored(lags)
         self.drive_error = None
         self.damage.cause = None
@@ -155,14 +155,14 @@ class Executor:
         return None if record is None else record.payload
 
     def begin_checkpoint(self, capture: Capture) -> None:
-        """Start a checkpoint that reads every unit. This is an event."""
+        """Start a checkpoint that reads every unit. Call it only through `driver.tell`."""
         self.capture = capture
         self._scheduler.begin_checkpoint(capture.in_place)
         self.retry_updates()
         self._end_lost_capture()
 
     def end_checkpoint(self) -> None:
-        """The checkpoint is complete or was given up. This is an event."""
+        """The checkpoint is complete or was given up. Call it only through `driver.tell`."""
         self.capture = None
         self._scheduler.end_checkpoint()
 

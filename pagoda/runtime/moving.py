@@ -35,7 +35,7 @@ class _Move(NamedTuple):
 
 def move_states(store: Store, plan: Plan, device: Device) -> None:
     """Move every state to its first run in another plan of the same units. Nothing may use states, leases or buffers
-    meanwhile, nor later those of before. Tell the scheduler afterwards, with an event.
+    meanwhile. Leases and buffers of before are invalid afterwards. Then tell the scheduler, with an event.
 
     RAM holds each state once, because what has moved returns its old pages to the system. States on a separate device
     pass through RAM.

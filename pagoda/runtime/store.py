@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -42,6 +42,14 @@ class Store:
     pass.
 
     As a state of its own (`Plan.saved_states`), WEIGHT_BACK is the weights that accesses read.
+
+    | question | answer |
+    |---|---|
+    | `tier(unit, state)` | in which tier a state is |
+    | `home(unit, state)`, `homes(unit)` | in which run its newest version is; that of every state |
+    | `named(unit, runs)` | the states of runs that the scheduler names |
+    | `tensor(unit, state, run)` | what a run in memory has, or the newest version |
+    | `run(unit, state)` | the newest version's pages, if it is on SSD |
     """
 
     def __init__(
@@ -222,7 +230,7 @@ class Store:
             assert self.ssd is not None, "it has pages"
             self.ssd.drop(run)
         elif self._poison:
-            with self._device.as_compute():  # which may still read it
+            with self._device.as_compute() if tier == DEVICE else nullcontext():  # compute may still read what is there
                 self._regions[tier].part(run).poison()
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:

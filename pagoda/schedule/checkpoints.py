@@ -100,8 +100,8 @@ class Checkpoint:
             saving.version -= 1
 
     def holds_back(self, unit: int) -> bool:
-        """Whether the next update of a unit must wait: for updates of other units that the checkpoint needs, or until
-        the unit has been read, because SSD has no room for another version."""
+        """Whether the next update of a unit must wait. A unit that has the checkpoint's version waits until all units
+        have theirs. If SSD has no room for another version of it, it also waits until it has been read."""
         if unit in self._in_place and self._units[unit].runs is not None:
             self.hurry(unit)
             return True

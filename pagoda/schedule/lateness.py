@@ -4,9 +4,9 @@ The weights that a step reads lack exactly the gradient of the step before. So a
 `step()` queues it, and the next `step()` shows its weights to accesses, by ADOPT. The version that a step reads does
 not depend on when updates end, so ranks agree on it without a message.
 
-`settle` completes the states, so that they can be read from outside, and changes nothing that steps read. A drain also
-shows the result, unless a step has begun. A checkpoint settles, and saves which weights lag, so that a resumed run goes
-on as if nothing had happened.
+Before states are read from outside, all updates count as requested (`announce_all`), so that a drain completes them.
+That changes nothing that steps read. A drain also shows the result (`show_all`), unless a step has begun. A checkpoint
+only announces, and saves which weights lag, so that a resumed run goes on as if nothing had happened.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ class Lateness:
     def end_step(self) -> None:
         """`step()` is about to request updates. Accesses see those of the step before."""
         self.step_begun = False
-        self.drain()
+        self.show_all()
 
-    def drain(self) -> None:
+    def show_all(self) -> None:
         """Accesses see every update from now on, or from the next `step()` on if a step has begun."""
         if self.step_begun:
-            self.settle()
+            self.announce_all()
             return
         for unit, weights in enumerate(self._versions.of):
             if weights.lag:
@@ -47,8 +47,8 @@ class Lateness:
                 self._announce(unit)
                 self._versions.show(unit)
 
-    def settle(self) -> None:
-        """Complete the states. What steps read stays the same."""
+    def announce_all(self) -> None:
+        """Every update counts as requested from now on. What steps read stays the same."""
         for unit in range(len(self._versions.of)):
             self._announce(unit)
 

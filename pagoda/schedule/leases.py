@@ -256,7 +256,7 @@ class Leases:
 
     def in_use(self, unit: int) -> bool:
         """Whether compute uses a unit, or a FETCH or another rank reads what the unit's next update may overwrite. An
-        asynchronous update overwrites no weights."""
+        asynchronous update overwrites no weights, and waits only until compute has left the unit."""
         if self._plan.asynchronous:
             return self.uses(unit)
         read = any(version <= self._versions.of[unit].newest for version in self._fetching[unit])

@@ -36,7 +36,8 @@ class Kind(StrEnum):
     UPDATE = "update"
     """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order."""
     KEEP = "keep"
-    """An update before `step()` is final from now on. It is not reported."""
+    """An update before `step()` is final from now on: the speculative one in `about`, which `step()` confirms, or one
+    that is requested now, because nothing will be clipped. It is not reported."""
     ADOPT = "adopt"
     """Accesses read another run of a unit's weights from now on. It is not reported."""
     FREE = "free"
@@ -78,8 +79,8 @@ class Operation:
     home: int = 0
     """Which of the unit's homes for gradients, if it has any. For a FREE: which of the unit's states."""
     runs: tuple[PageRun, ...] = ()
-    """The run of each state to which an UPDATE writes, or which a SAVE reads. After a SAVE's there is that of the
-    weights that accesses read."""
+    """The run of each state, to which an UPDATE writes, or which a SAVE reads. A SAVE has one more at the end: that of
+    the weights that accesses read."""
     delivery: Any = None
     """What the event `gradient` told of the part of a gradient that an OFFLOAD moves."""
     about: Any = None

@@ -128,7 +128,7 @@ class Weights:
     due: int = 0
     """The number of steps that have requested an update."""
     lag: int = 0
-    """The number of these steps that accesses do not see yet: 0, or 1 with asynchronous updates."""
+    """1 if accesses do not see the latest of these steps yet, which only asynchronous updates do. Otherwise 0."""
     runs: tuple[PageRun, ...] = ()
     """Where the newest version of each state is. The first state is the weights."""
     read: PageRun = EMPTY
@@ -157,6 +157,6 @@ class Weights:
 
     @property
     def await_update(self) -> bool:
-        """Whether the version that accesses read waits for an update, or for other ranks' parts. It may also end soon,
-        with a speculative update, unless that is called off."""
+        """Whether the version that accesses read waits for an update, or for other ranks' parts. True also while a
+        speculative update is neither confirmed nor called off."""
         return self.guess is not None or self.newest < self.version or bool(self.sharing)

@@ -160,9 +160,9 @@ class Scheduler:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
         Compute waits until `drained`. `show`: later steps see all updates, also asynchronous ones."""
         if draining and show:
-            self.lateness.drain()
+            self.lateness.show_all()
         elif draining:
-            self.lateness.settle()
+            self.lateness.announce_all()
         self.updates.drain(draining)
         self._pump()
 

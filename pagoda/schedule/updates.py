@@ -9,10 +9,10 @@ the old states can be read all the time. Ranks may speculate differently: a spec
 rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows once the update is
 confirmed.
 
-`versions.py` says where an update writes. An update in place destroys what it reads. So it waits while compute uses the
-unit or a FETCH reads it. If there is no room for a version that a checkpoint does not let it overwrite, it waits until
-the checkpoint has read the unit. Weights that compute reads where they are can move only while nothing refers to them,
-so the update asks first.
+`versions.py` says where an update writes. Every update waits while compute uses the unit or a FETCH reads it, because
+an update in place destroys what it reads. If there is no room for a version that a checkpoint does not let it
+overwrite, it waits until the checkpoint has read the unit. Weights that compute reads where they are can move only
+while nothing refers to them, so the update asks first.
 """
 
 from collections.abc import Callable, Sequence

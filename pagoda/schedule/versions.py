@@ -39,7 +39,7 @@ class Versions:
         """Tier -> its pages for states."""
         self._readers = [0] * len(plan.units)
         """By unit, the number of updates, FETCHes and other ranks that read it."""
-        self._left: list[list[tuple[int, PageRun]]] = [[] for _ in plan.units]
+        self._free_when_unread: list[list[tuple[int, PageRun]]] = [[] for _ in plan.units]
         """By unit, the runs, with their states, that are free once nothing reads the unit."""
         self.changes = False
         """Whether a run has become free since `updates` last looked."""
@@ -156,7 +156,7 @@ class Versions:
         """A read of a unit has ended."""
         self._readers[unit] -= 1
         if not self._readers[unit]:
-            left, self._left[unit] = self._left[unit], []
+            left, self._free_when_unread[unit] = self._free_when_unread[unit], []
             for state, run in left:
                 self._unpin(unit, state, run)
 
@@ -219,7 +219,7 @@ class Versions:
     def _leave(self, unit: int, state: int, run: PageRun) -> None:
         """A reference ends once nothing reads the unit."""
         if self._readers[unit]:
-            self._left[unit].append((state, run))
+            self._free_when_unread[unit].append((state, run))
         else:
             self._unpin(unit, state, run)
 

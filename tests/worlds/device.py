@@ -173,6 +173,9 @@ class QueuedDevice(SlowDevice):
         for queue in self._queues:
             self._point(queue).synchronize()
 
+    def settle(self) -> None:
+        self.finish()
+
     def compute(self, work: Callable[[], object]) -> None:
         """Compute does this when it comes to it."""
         self.put(self.computes, work)

@@ -195,7 +195,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        if False:",
         ),
         "a step shows its own update": (
-            "        self.step_begun = False\n        self.drain()",
+            "        self.step_begun = False\n        self.show_all()",
             "        self.step_begun = False",
         ),
         "leases outlive weights that lag": (
@@ -299,7 +299,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "",
         ),
         "a drain shows no asynchronous update": (
-            "            self.lateness.drain()\n",
+            "            self.lateness.show_all()\n",
             "            pass\n",
         ),
         "old leases outlive what has been overwritten": (

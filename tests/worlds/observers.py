@@ -405,9 +405,10 @@ class Versions(Observer):
         self.read[op.unit] = run
 
     def on_read(self, unit: int) -> None:
-        due = self.scheduler.weights(unit).version
-        held = self._weights(unit)
-        self.require(held == due, f"compute reads version {held} of unit {unit}, not {due}")
+        weights = self.scheduler.weights(unit)
+        if weights.read.count:
+            held = self.held.get(self._runs(unit, (weights.read,))[0])
+            self.require(held == weights.version, f"compute reads version {held} of unit {unit}, not {weights.version}")
 
     def on_share(self, op: Operation) -> None:
         self.require(self.units[op.unit].shared, f"SHARE of unit {op.unit}, which this rank has alone")

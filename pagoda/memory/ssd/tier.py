@@ -147,14 +147,14 @@ class SSDTier:
 
     def share(self, run: PageRun, into: PageRun) -> None:
         """Give another run the content of a run, without I/O. A store to a page of either goes to a free slot then.
-        Neither run is being stored or loaded."""
+        Nothing stores to the first run, and nothing stores to or loads the other."""
         with self._changed:
             self._table.adopt(into, self._table.table(run))
             self._changed.notify_all()
 
     def drop(self, run: PageRun) -> None:
-        """Nothing needs the content of a run any more, and it is neither being stored nor loaded. Its slots become
-        free, unless something else keeps them."""
+        """Nothing needs the content of a run any more, and nothing stores to it. Its slots become free, unless
+        something else keeps them. A load under way may fail, or bring other bytes."""
         with self._changed:
             self._table.adopt(run, PageTable.blank(run.count))
             self._changed.notify_all()
