@@ -536,6 +536,8 @@ def test_a_speculative_update_that_fails_is_called_off() -> None:
     scheduler.failed(update)
     assert scheduler.usage.undone == 1
     assert not scheduler.broken
+    scheduler.end_step()
+    assert units_of(Kind.UPDATE, scheduler.take()) == [0], "the step asks for it again"
 
 
 def test_what_a_speculative_update_has_written_is_free_once_it_is_called_off() -> None:
