@@ -1,5 +1,6 @@
 """Units that are updated on the device or at home there: the bits of the CPU, and every byte in the device's ledger."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -13,7 +14,7 @@ from zoo import PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, batch, loss_of, tra
 import pagoda
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.rule import DTYPES
+from pagoda.optim.rule import DTYPES, PRECISIONS
 from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
@@ -30,10 +31,16 @@ def resident(recipe: Recipe) -> Outcome:
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    numbers = recipe.numbers
-    states = (recipe.rule or AdamW(moments=recipe.moments)).states(numbers.precision)
+    numbers, model = recipe.numbers, recipe.build()
+    of_dtype: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        of_dtype[param.dtype] += param.numel()
+    own = of_dtype.most_common(1)[0][0]
+    weight = DTYPES[numbers.precision] if numbers.precision else own
+    states = (recipe.rule or AdamW(moments=recipe.moments)).states(PRECISIONS[weight])
     options = Options(PAGE, parse_bytes(UNIT_LIMIT), gradients=DTYPES[numbers.gradients] if numbers.gradients else None)
-    return make_plan(describe(recipe.build()), states, Budgets(1 << 40), options).layout
+    root = describe(model, weight=weight, dtype_of=None if numbers.precision else lambda param: param.dtype)
+    return make_plan(root, states, Budgets(1 << 40), options).layout
 
 
 def ring_bytes(layout: Layout) -> int:
