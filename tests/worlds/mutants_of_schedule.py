@@ -52,10 +52,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "self.guess is not None or self.newest < self.version or",
             "self.guess is not None or",
         ),
-        "speculative weights are read": (
-            "return self.guess is not None or",
-            "return",
-        ),
     },
     versions: {
         "after a load, steps read the newest weights": (
