@@ -646,8 +646,8 @@ class Program:
         path, truths = self.saved
         self.note("load", path.name)
         self.let_go()
-        self.device.finish()
         try:
+            self.device.finish()
             self.optimizer.load_checkpoint(path)
         except (Exception, SignalError) as error:
             self.check_failure(error)
