@@ -314,7 +314,7 @@ class Accesses:
         self.collectives.agree_to_change(what)
 
     def drain(self, show: bool = True) -> None:
-        """Wait until every requested update has ended and every guess has been undone. `show`: later steps see all
+        """Wait until every requested update has ended, and call speculative ones off. `show`: later steps see all
         updates, also asynchronous ones."""
         scheduler = self._scheduler
         weights = [scheduler.weights(unit.index) for unit in self.plan.units]

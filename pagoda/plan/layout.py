@@ -17,14 +17,9 @@ from pagoda.plan.units import UnitSpec, align, enclosing
 WEIGHT, GRAD = "weight", "grad"
 
 
-def back(state: str) -> str:
-    """The name of the second extent of a state. An update writes to one extent what must not replace the other yet."""
-    return f"{state}_back"
-
-
-WEIGHT_BACK, GRAD_QUEUE = back(WEIGHT), "grad_queue"
-"""Extents that asynchronous updates need in addition: a second extent of every weight, and the waiting gradients of as
-many steps as a weight may lag behind."""
+WEIGHT_BACK, GRAD_QUEUE = f"{WEIGHT}_back", "grad_queue"
+"""What asynchronous updates need in addition: room for new weights beside those that a step reads, and gradients that
+wait. In a checkpoint, WEIGHT_BACK is the weights that steps read while these lag."""
 
 LEASES_AHEAD = 2
 """Leases, each of the size of the largest unit, in addition to those in use at once. Fewer if the budget is tight."""

@@ -192,7 +192,7 @@ def _when_updated(plan: "Plan") -> Iterator[str]:
     if options.asynchronous:
         yield (
             "Units are updated while forward and backward run on (asynchronous updates): weights lag one step, for "
-            "which the gradients of 2 steps are kept, and weights have a second extent."
+            "which the gradients of 2 steps are kept, and weights have room for two versions."
         )
         return
     trained = _trained(plan)

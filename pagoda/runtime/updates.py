@@ -132,7 +132,11 @@ class UpdateStream:
             update.finish(error)
             return
         self._store.begin_version(unit, *update.extents)
-        self._tell(self._stream.ask, update, unit, self._changing(update))
+        changing = self._changing(update)
+        if not changing and WEIGHT in update.extents.moved:  # this rank updates nothing of it
+            read, write = (self._store.frozen(unit, runs[WEIGHT]) for runs in update.extents)
+            write.copy_(read)
+        self._tell(self._stream.ask, update, unit, changing)
 
     def read_ahead(self, unit: int) -> None:
         """After the submitted updates, this unit will probably be updated next. Read its states as far as there is
@@ -340,7 +344,8 @@ class Updater:
         return found
 
     def _copy_frozen(self, block: BlockUpdate, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """With a unit's last block, copy the frozen weights that have to move with the others."""
+        """With a unit's last block, copy the frozen weights that have to move with the others. `UpdateStream.submit`
+        does so for a unit without blocks."""
         unit, extents = block.update.unit.index, block.update.extents
         if WEIGHT in extents.moved and block.stop == self._plan.units[unit].bounds[-1][1]:
             frozen = self._store.frozen(unit, extents.read[WEIGHT])

@@ -16,11 +16,14 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import HOST
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.ranks.gathering import SharedWeights
 from pagoda.runtime.device import Device
-from pagoda.runtime.lanes import Lane
+from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.store import Store
+from pagoda.runtime.updaters import open_update_stream
+from pagoda.runtime.updates import Extents, RunningUpdate
 from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
 
@@ -59,4 +62,29 @@ def test_what_others_have_updated_comes_and_all_else_stays(
     assert torch.equal(store.read(0, WEIGHT, 0, spec.numel), after)
     for lane in lanes.values():
         lane.close()
+    store.close()
+
+
+def test_frozen_weights_move_with_a_unit_of_which_a_rank_updates_nothing(tmp_path: Path) -> None:
+    """The trained ones come from other ranks."""
+    params = ParamSpec("trained", (1024,)), ParamSpec("frozen", (512,), trainable=False)
+    root, ranks = ModuleSpec("", params), Ranks(3, 3, 2)
+    plan = make_plan(root, AdamW().states("bf16"), Budgets(1 << 24), Options(page_bytes=PAGE), ranks)
+    rank = next(r for r in range(3) if not len(plan.layout.slices.updated(plan.units[0], r)))
+    shards, scheduler = Shards(plan.layout, Mesh(World(rank, 3, rank, 3), ranks)), Scheduler(schedule_plan(plan))
+    store = Store(plan, {tmp_path: None}, True, Device(), shards, scheduler)
+    frozen = torch.randn(512).bfloat16()
+    store.write(0, WEIGHT, 1024, frozen)
+    read = scheduler.weights(0).runs
+    pool = scheduler.versions.pools[HOST]
+    moved = tuple(pool.alloc(run.count) for run in read)
+    extents = Extents(store.named(0, read), store.named(0, moved))
+    unit: Any = SimpleNamespace(index=0, spec=plan.units[0])
+    gradient: Any = SimpleNamespace(unit=unit, non_finite=lambda: None)
+    stream = open_update_stream(store, {"update": Lane("update")}, AdamW(), Device())
+    update = RunningUpdate(gradient, (), extents, Handle(), Handle(), lambda: None)
+    stream.submit(update)
+    assert update.written.succeeded
+    assert torch.equal(store.tensor(0, WEIGHT, extents.write[WEIGHT])[1024:1536], frozen)
+    stream.close()
     store.close()
