@@ -178,17 +178,14 @@ class Plan:
     def spare_runs(self) -> dict[str, tuple[int, ...]]:
         """Tier in memory -> the pages of each spare run for versions: of every state of the units that are updated
         speculatively, or of the weights if updates are asynchronous."""
-        spares: dict[str, tuple[int, ...]] = {}
+        spares: dict[str, list[int]] = {}
         for unit in self.units:
             states = self.layout.states_of(unit) if unit.index in self.placement.speculated else ()
             for state in (self.layout.weight,) if self.options.asynchronous else states:
-                tier, pages = (
-                    self.placement.homes.get((unit.index, state.name), HOST),
-                    self.layout.pages(unit, state.name),
-                )
-                if tier != SSD and pages:
-                    spares[tier] = (*spares.get(tier, ()), pages)
-        return spares
+                tier = self.placement.homes.get((unit.index, state.name), HOST)
+                if tier != SSD and (pages := self.layout.pages(unit, state.name)):
+                    spares.setdefault(tier, []).append(pages)
+        return {tier: tuple(runs) for tier, runs in spares.items()}
 
     def update_block(self, unit: UnitSpec, threads: int) -> int:
         """Elements of a block of a unit's update by an element-wise rule. `threads` update units in RAM."""
