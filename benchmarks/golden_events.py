@@ -30,6 +30,7 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.trace import Access
 from pagoda.prepare.construct import describe
+from pagoda.schedule import event_log
 from pagoda.schedule.event_log import EVENTS
 from pagoda.schedule.operations import Operation, SchedulePlan
 from pagoda.schedule.scheduler import Scheduler
@@ -110,10 +111,7 @@ class RecordedScheduler(Scheduler):
         operations = super().take()
         for operation in operations:
             self._numbers[operation] = len(self._numbers)
-            run = operation.run and (operation.run.start, operation.run.count)
-            step = operation.gradient and operation.gradient.step
-            facts = f"unit {operation.unit}, run {run}, version {operation.version}, step {step}"
-            self.lines.append(f"    {self._named(operation)} {operation.kind.value}: {facts}")
+            self.lines.append(f"    {self._named(operation)} {event_log.describe(operation)}")
         return operations
 
     def _named(self, value: Any) -> str:

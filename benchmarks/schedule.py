@@ -14,7 +14,7 @@ from statistics import quantiles
 import tyro
 
 from pagoda.plan.trace import STEP, Access, Phase, Trace
-from pagoda.schedule.operations import NOT_REPORTED, QUESTIONS, Kind, Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.operations import Offload, Operation, Question, SchedulePlan, UnitPlan, Update
 from pagoda.schedule.scheduler import Scheduler
 
 STEPS = 4
@@ -51,7 +51,7 @@ class Clock:
         getattr(self.scheduler, name)(*arguments, **settings)
         new = self.scheduler.take()
         self.seconds.append(time.thread_time() - start)
-        self.under_way.extend((op, 0) for op in new if op.kind not in NOT_REPORTED)
+        self.under_way.extend((op, 0) for op in new if op.reported)
 
     def until(self, ready: str, *arguments: object) -> None:
         while True:
@@ -62,9 +62,9 @@ class Clock:
 
     def end_one(self) -> None:
         op, stage = self.under_way.popleft()
-        if op.kind in QUESTIONS:
+        if isinstance(op, Question):
             self.event("reclaimed", op, True)
-        elif op.kind is Kind.UPDATE and stage < 2:
+        elif isinstance(op, Update) and stage < 2:
             self.under_way.appendleft((op, stage + 1))
             self.event(("gradient_used", "weights_written")[stage], op)
         else:
@@ -79,7 +79,7 @@ class Clock:
                 while self.scheduler.gradients.held_back:
                     self.end_one()
             self.event("release", access.unit)
-        while any(op.kind is Kind.OFFLOAD for op, _ in self.under_way):
+        while any(isinstance(op, Offload) for op, _ in self.under_way):
             self.end_one()
         self.event("end_step")
 

@@ -545,8 +545,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "a fetch does not undo a guess": (
-            "            self.updates.undo(unit)\n            awaited",
-            "            awaited",
+            "            self.updates.undo(lease.unit)\n",
+            "",
             "schedule/test_ranks.py",
         ),
         "what another rank reads is not undone": (

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
 from pagoda.memory.page import PageRun
@@ -19,8 +20,26 @@ from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.leases import Fetcher
 from pagoda.runtime.store import Store
 from pagoda.runtime.updates import Extents, RunningUpdate, UpdateStream
-from pagoda.schedule.operations import Kind, Operation
-from pagoda.schedule.records import Update
+from pagoda.schedule.operations import (
+    Adopt,
+    Ask,
+    Confirm,
+    Evict,
+    Fetch,
+    Free,
+    Offload,
+    Operation,
+    Outdate,
+    Question,
+    ReadAhead,
+    Reload,
+    Request,
+    Save,
+    Share,
+    Spill,
+    Update,
+)
+from pagoda.schedule.records import UpdateRecord
 from pagoda.schedule.scheduler import Scheduler
 
 _log = logging.getLogger("pagoda")
@@ -42,8 +61,8 @@ class Executor:
     _share_weights: Callable[[UnitGradient], Handle] | None
     """With several ranks: gathers the slices of a unit's weights that the update of a gradient writes."""
     damage: Damage = field(default_factory=Damage)
-    _held: dict[object, Operation] = field(default_factory=dict)
-    """EVICT, OUTDATE and ASK of weights to which something still referred. Of a unit, the latest ASK is enough."""
+    _held: dict[object, Question] = field(default_factory=dict)
+    """Questions about weights to which something still referred. Of a unit, the latest ASK is enough."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
     drive_error: BaseException | None = None
@@ -55,24 +74,25 @@ class Executor:
     def __post_init__(self) -> None:
         gradients = self._gradients
         self.driver = Driver(
-            self._scheduler, lambda op: self._do[op.kind](op), self.damage, gradients.meter.hold, self.abandon
+            self._scheduler, lambda op: self._do[type(op)](op), self.damage, gradients.meter.hold, self.abandon
         )
         self._asynchronous = self._store.plan.options.asynchronous
-        self._do = {
-            Kind.FETCH: self._fetch,
-            Kind.EVICT: self._reclaim,
-            Kind.OUTDATE: self._reclaim,
-            Kind.ASK: self._reclaim,
-            Kind.OFFLOAD: lambda op: self._follow(op, gradients.offload(op)),
-            Kind.SPILL: lambda op: self._follow(op, gradients.transfer(op)),
-            Kind.RELOAD: lambda op: self._follow(op, gradients.transfer(op)),
-            Kind.UPDATE: self._update,
-            Kind.READ_AHEAD: lambda op: self.updates.read_ahead(op.unit),
-            Kind.KEEP: self._keep,
-            Kind.ADOPT: self._adopt,
-            Kind.FREE: self._free,
-            Kind.SHARE: self._share,
-            Kind.SAVE: self._save,
+        self._do: dict[type[Operation], Callable[[Any], None]] = {
+            Fetch: self._fetch,
+            Evict: self._reclaim,
+            Outdate: self._reclaim,
+            Ask: self._reclaim,
+            Adopt: self._adopt,
+            Free: lambda op: self._store.free(op.unit, op.state, op.run),
+            Save: self._save,
+            Offload: lambda op: self._follow(op, gradients.offload(op)),
+            Spill: lambda op: self._follow(op, gradients.transfer(op)),
+            Reload: lambda op: self._follow(op, gradients.transfer(op)),
+            Update: self._update,
+            Request: self._request,
+            Confirm: lambda op: self._is_final(op.update),
+            ReadAhead: lambda op: self.updates.read_ahead(op.unit),
+            Share: self._share,
         }
 
     # --- what compute asks ---
@@ -204,7 +224,7 @@ class Executor:
             self.driver.tell(self._scheduler.ended, operation)
             if self.spill_failure is not None:
                 self.driver.tell(self._end_lost_capture)
-        elif operation.kind is Kind.FETCH:
+        elif isinstance(operation, Fetch):
             # It is tried again as long as compute waits. Ended operations must be reported first, for example that the
             # update failed which makes the weights. Otherwise each try would fail at once.
             self._update_lane.submit(lambda: self.driver.tell(self._failed, operation, error))
@@ -212,11 +232,11 @@ class Executor:
             self.driver.tell(self._failed, operation, error)
 
     def _failed(self, operation: Operation, error: BaseException) -> None:
-        if operation.kind is Kind.FETCH:
+        if isinstance(operation, Fetch):
             self._units[operation.unit].fetch_error = error
-        elif operation.kind is Kind.SPILL:
+        elif isinstance(operation, Spill):
             self.spill_failure = self.spill_failure or error
-        elif operation.kind is Kind.RELOAD:
+        elif isinstance(operation, Reload):
             self._note_drive_error(error)
         self._scheduler.failed(operation)
         if self._scheduler.broken:
@@ -238,38 +258,37 @@ class Executor:
         if self.capture is not None and self._scheduler.checkpoint_lost:
             self.capture.end(self.damage.cause or self.spill_failure)
 
-    def _fetch(self, operation: Operation) -> None:
-        index, waits = operation.unit, operation.gradient
+    def _fetch(self, operation: Fetch) -> None:
+        index, waits = operation.unit, operation.awaited
         after: tuple[Handle, ...] = ()
         source = partial(self._store.home, index, WEIGHT_BACK)
         if waits is not None:  # where the update for which it waits has written them
             gradient: UnitGradient = waits.payload
             after, source = (gradient.shown,), partial(getattr, gradient, "weights")
-        handle = self._leases.fetch(operation, self._units[index], after, source)
+        handle = self._leases.fetch(operation.lease, self._units[index], after, source)
         self._follow(operation, handle)
         handle.when_issued(lambda: self.driver.tell(self._issued, operation, handle))
 
-    def _issued(self, operation: Operation, handle: Handle) -> None:
+    def _issued(self, operation: Fetch, handle: Handle) -> None:
         if not handle.done:  # else it has been reported as ended, or is about to be
             self._scheduler.issued(operation)
 
-    def _reclaim(self, operation: Operation) -> None:
+    def _reclaim(self, operation: Question) -> None:
         free = self._leases.reclaim(operation, self._units[operation.unit])
         if not free:
-            self._held[operation.unit if operation.kind is Kind.ASK else operation] = operation
+            self._held[operation.unit if isinstance(operation, Ask) else operation] = operation
         self.driver.tell(self._scheduler.reclaimed, operation, free)
 
-    def _let_go(self, operation: Operation) -> None:
+    def _let_go(self, operation: Question) -> None:
         self._leases.reclaim(operation, self._units[operation.unit])
         self._scheduler.let_go(operation)
 
-    def _update(self, operation: Operation) -> None:
-        assert operation.gradient is not None
-        gradient: UnitGradient = operation.gradient.payload
-        update: Update = operation.about
+    def _update(self, operation: Update) -> None:
+        update = operation.update
+        gradient: UnitGradient = update.record.payload
         updated, written = update.payload = Handle(), Handle()
         store, unit = self._store, operation.unit
-        extents = Extents(store.homes(unit), store.named(unit, operation.runs))
+        extents = Extents(store.homes(unit), store.named(unit, update.runs))
         gradient.weights = extents.write[WEIGHT]
         tell, scheduler = self.driver.tell, self._scheduler
         if operation.unit in store.plan.placement.on_device:
@@ -305,44 +324,35 @@ class Executor:
         if self.capture is not None and self._scheduler.checkpoint_reads:
             self.capture.end(error)  # it may wait for this update
 
-    def _keep(self, operation: Operation) -> None:
-        assert operation.gradient is not None
+    def _request(self, operation: Request) -> None:
         gradient: UnitGradient = operation.gradient.payload
-        if operation.about is None:
-            gradient.unit.updated = True
-            gradient.request()
-            return
-        self._is_final(operation.about)
+        gradient.unit.updated = True
+        gradient.request()
 
-    def _is_final(self, update: Update) -> None:
+    def _is_final(self, update: UpdateRecord) -> None:
         """The gradient's handles end with those of an update, once the scheduler knows what they say."""
         gradient: UnitGradient = update.record.payload
         updated, written = update.payload
         updated.then(gradient.updated.finish)
         written.then(gradient.written.finish)
 
-    def _adopt(self, operation: Operation) -> None:
+    def _adopt(self, operation: Adopt) -> None:
         unit = self._units[operation.unit]
         if self._leases.in_place(unit):
             self._leases.lease_home(unit)
 
-    def _free(self, operation: Operation) -> None:
-        assert operation.run is not None
-        self._store.free(operation.unit, operation.home, operation.run)
-
-    def _share(self, operation: Operation) -> None:
+    def _share(self, operation: Share) -> None:
         assert self._share_weights is not None, "only ranks share"
-        assert operation.gradient is not None
-        gradient: UnitGradient = operation.gradient.payload
+        gradient: UnitGradient = operation.update.record.payload
         handle = self._share_weights(gradient)
         handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))
 
-    def _shared(self, operation: Operation, error: BaseException | None) -> None:
+    def _shared(self, operation: Share, error: BaseException | None) -> None:
         refused = isinstance(error, NonFiniteGradientError)  # on every rank
         self._ended(operation, None if refused else error)
 
-    def _save(self, operation: Operation) -> None:
+    def _save(self, operation: Save) -> None:
         if self.capture is None:  # writing it has failed
             self.driver.tell(self._scheduler.ended, operation)
         else:

@@ -25,7 +25,7 @@ from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.operations import Offload, Reload, Spill
 from pagoda.schedule.records import GradientRecord
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.waits import InFlight
@@ -299,25 +299,23 @@ class GradientBuffers:
 
     # --- operations ---
 
-    def offload(self, operation: Operation) -> Handle:
+    def offload(self, operation: Offload) -> Handle:
         """Start an OFFLOAD."""
-        assert operation.gradient is not None
         gradient: UnitGradient = operation.gradient.payload
-        self._place(gradient, operation)
+        self._place(operation.gradient)
         handle: Handle = operation.delivery(gradient)
         gradient.pending.append(handle)
         return handle
 
-    def transfer(self, operation: Operation) -> Handle:
-        """Start a SPILL or RELOAD: move the buffer that an operation names to SSD or back."""
-        assert operation.run is not None
-        assert operation.gradient is not None
-        reading = operation.kind is Kind.RELOAD
+    def transfer(self, operation: Spill | Reload) -> Handle:
+        """Start a SPILL or RELOAD: move a gradient's buffer to SSD or back."""
+        pages, reading = operation.gradient.run, isinstance(operation, Reload)
+        assert pages is not None, "it has a buffer while it is moved"
         lane, verb = ("ssd_read", "gradient") if reading else ("ssd_write", "spill")
         move = self._store.load if reading else self._store.save
         if reading:
-            self._place(operation.gradient.payload, operation)
-        view = self._staging.part(operation.run).view()
+            self._place(operation.gradient)
+        view = self._staging.part(pages).view()
         label = f"{verb} {self._store.plan.units[operation.unit].name}"
         run = self._store.run(operation.unit, GRAD)
         assert run is not None, "the plan has room for it on SSD"
@@ -354,15 +352,16 @@ class GradientBuffers:
             f"memory.ssd, or raise memory.host by {format_bytes(self._store.plan.layout.total_pages(GRAD) * page)}."
         )
 
-    def _place(self, gradient: UnitGradient, operation: Operation) -> None:
-        """Give a gradient the buffer that an operation names."""
-        if operation.run is None:
-            home = self._store.gradients[gradient.unit.index][operation.home]
+    def _place(self, record: GradientRecord) -> None:
+        """Give a gradient the buffer that the scheduler has chosen."""
+        gradient: UnitGradient = record.payload
+        if record.run is None:
+            home = self._store.gradients[gradient.unit.index][record.home or 0]
             gradient.place = lambda: home
             return
         elements = self._store.plan.layout.elements(gradient.unit.spec, GRAD)
         gradient.place = partial(
-            self._staging.part(operation.run).tensor, self._store.dtype(gradient.unit.index, GRAD), elements
+            self._staging.part(record.run).tensor, self._store.dtype(gradient.unit.index, GRAD), elements
         )
 
     def _submit(self, made: list[_Made], gradient: UnitGradient) -> Handle:

@@ -18,8 +18,8 @@ from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
-from pagoda.schedule.operations import Operation
-from pagoda.schedule.records import Lease as ScheduledLease
+from pagoda.schedule.operations import Evict, Outdate, Question
+from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
 
 _PIECE_BYTES = 8 << 20
@@ -85,7 +85,7 @@ class Fetcher:
         self._freed = PAST
         """The point that compute's queue had reached when frames were last freed. Later work does not read their old
         values."""
-        self._by_storage: dict[int, ScheduledLease] = {}
+        self._by_storage: dict[int, Lease] = {}
         """Identity of a storage -> the lease whose weights lie there, even if it has ended."""
         self._filling: list[tuple[PageRun, Handle]] = []
         """Frames that were given back while they were being filled. The next fetch into them waits for that."""
@@ -131,11 +131,9 @@ class Fetcher:
         lease = self._by_storage.get(storage)
         return None if lease is None else lease.payload
 
-    def fetch(
-        self, operation: Operation, unit: LiveUnit, after: Sequence[Handle], source: Callable[[], PageRun]
-    ) -> Handle:
-        """Start a FETCH once `after` have ended. `source` says then in which run the weights are."""
-        run = operation.about.run
+    def fetch(self, lease: Lease, unit: LiveUnit, after: Sequence[Handle], source: Callable[[], PageRun]) -> Handle:
+        """Start to fill a lease once `after` have ended. `source` says then in which run the weights are."""
+        run = lease.run
         dtype, page = self._store.dtype(unit.index, WEIGHT), self._region.page_bytes
         whole_pages = pages_for(unit.spec.numel * dtype.itemsize, page) * page
         self._filling = [(taken, handle) for taken, handle in self._filling if not handle.done]
@@ -147,31 +145,32 @@ class Fetcher:
             ready = self._fill(unit, target, self._freed, (*after, *earlier), source)
             if self._gather is not None:
                 ready = self._gather(unit, frames.tensor(dtype), ready, self._freed)
-        self._add(operation.about, LeasedWeights(unit, base, ready))
+        self._add(lease, LeasedWeights(unit, base, ready))
         return ready
 
-    def is_free(self, operation: Operation, unit: LiveUnit) -> bool:
-        """Whether nothing refers to the weights that an EVICT, OUTDATE or ASK names."""
-        if operation.run is not None:
-            return not operation.about.payload.held
+    def is_free(self, operation: Question, unit: LiveUnit) -> bool:
+        """Whether nothing refers to the weights of which a question asks."""
+        if isinstance(operation, Evict | Outdate):
+            weights: LeasedWeights = operation.lease.payload
+            return not weights.held
         lease = self.of(unit)
         return not (unit.packed or unit.active or (lease is not None and lease.held))
 
-    def reclaim(self, operation: Operation, unit: LiveUnit) -> bool:
-        """Whether nothing refers to the weights of an EVICT, OUTDATE or ASK. If so, their frames are given back."""
+    def reclaim(self, operation: Question, unit: LiveUnit) -> bool:
+        """Whether nothing refers to the weights of which a question asks. If so, their frames are given back."""
         if not self.is_free(operation, unit):
             return False
-        if operation.run is None:
+        if not isinstance(operation, Evict | Outdate):
             return True
-        lease: LeasedWeights = operation.about.payload
-        operation.about.payload = None
+        run, lease = operation.lease.run, operation.lease.payload
+        operation.lease.payload = None
         del self._by_storage[lease.storage]
         assert lease.ready is not None
         if lease.ready.done:
             with self._device.as_compute():  # which may still read them, whichever thread this is
-                self._region.part(operation.run).poison()
+                self._region.part(run).poison()
         elif not lease.ready.issued:
-            self._filling.append((operation.run, lease.ready))
+            self._filling.append((run, lease.ready))
         self._freed = self._device.fence()
         return True
 
@@ -189,7 +188,7 @@ class Fetcher:
         self._filling.clear()
         return held
 
-    def _add(self, scheduled: ScheduledLease, lease: LeasedWeights) -> None:
+    def _add(self, scheduled: Lease, lease: LeasedWeights) -> None:
         scheduled.payload = lease
         self._by_storage[lease.storage] = scheduled
 

@@ -19,7 +19,8 @@ only the parts before it:
     versions.py     which versions of its states each unit has, where they are, and who may still read them: ADOPT, FREE
     leases.py       which weights compute can read: FETCH, EVICT, OUTDATE
     checkpoints.py  which states a checkpoint reads next: SAVE
-    updates.py      which update runs next, and which version it makes: ASK, UPDATE, KEEP, SHARE, READ_AHEAD
+    updates.py      which update runs next, and which version it makes: ASK, REQUEST, UPDATE,
+                    CONFIRM, SHARE, READ_AHEAD
     lateness.py     which steps see asynchronous updates
 
 `records.py` has what they know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It passes

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from pagoda.memory.page import PageRun
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.operations import Operation, Save, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.versions import Versions
 
@@ -121,7 +121,7 @@ class Checkpoint:
                 continue  # it has been read
             saving.reading = True
             self._reading += 1
-            self._issue(Operation(Kind.SAVE, unit, version=saving.version, runs=saving.runs))
+            self._issue(Save(unit, saving.version, saving.runs))
 
     @property
     def lost(self) -> bool:

@@ -11,15 +11,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
+from pagoda.memory.page import PageRun
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Phase, Trace
 from pagoda.schedule.operations import Operation, SchedulePlan, UnitPlan, schedule_plan
+from pagoda.schedule.records import GradientRecord, Lease, UpdateRecord
 from pagoda.schedule.scheduler import Scheduler
 
 EVENTS = [
@@ -47,7 +49,7 @@ class LoggedScheduler(Scheduler):
         event(*arguments, **settings)
         issued = self._out[before:]
         self._numbers |= {operation: len(self._numbers) + index for index, operation in enumerate(issued)}
-        self._write([name, arguments, settings, [_describe(operation) for operation in issued]])
+        self._write([name, arguments, settings, [describe(operation) for operation in issued]])
 
     def _write(self, line: Any) -> None:
         self._file.write(json.dumps(line, default=self._encode) + "\n")
@@ -87,17 +89,30 @@ def replay(path: Path) -> int:
             getattr(scheduler, name)(*arguments, **settings)
             issued = scheduler.take()
             operations += issued
-            if [_describe(operation) for operation in issued] != expected:
+            if [describe(operation) for operation in issued] != expected:
                 raise ValueError(f"{path}, line {count + 1}: {name} led to {issued}, but to {expected} in the live run")
     return count
 
 
-def _describe(operation: Operation) -> list[Any]:
-    """All fields of an operation as JSON, except `about` and `delivery`."""
-    run = None if operation.run is None else [operation.run.start, operation.run.count]
-    step = None if operation.gradient is None else operation.gradient.step
-    runs = [[each.start, each.count] for each in operation.runs]
-    return [operation.kind, operation.unit, run, operation.version, step, operation.home, runs]
+def describe(operation: Operation) -> list[Any]:
+    """The kind and all fields of an operation as JSON, except what only the executor knows."""
+    return [type(operation).__name__, *(_facts(getattr(operation, field.name)) for field in fields(operation))]
+
+
+def _facts(value: Any) -> Any:
+    """What identifies a record of the scheduler, or a run of pages."""
+    match value:
+        case Lease():
+            return [_facts(value.run), value.version]
+        case UpdateRecord():
+            return [value.record.step, _facts(value.runs)]
+        case GradientRecord():
+            return [value.step, _facts(value.run), value.home]
+        case PageRun():
+            return [value.start, value.count]
+        case tuple():
+            return [_facts(each) for each in value]
+    return value if isinstance(value, int) else None
 
 
 def _decode(operations: Sequence[Operation], encoded: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagoda.schedule.frames import Frames
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.operations import GradientMove, Offload, Operation, Reload, SchedulePlan, Spill, Update
 from pagoda.schedule.records import GradientRecord
 
 
@@ -90,25 +90,26 @@ class Gradients:
             record = self.begin(unit, step, payload)
         self._deliver(record, delivery)
 
-    def moved(self, kind: Kind, record: GradientRecord, failed: bool) -> None:
+    def moved(self, move: GradientMove, failed: bool) -> None:
         """An OFFLOAD, SPILL or RELOAD has ended. If a SPILL failed, the buffer still has the gradient; if a RELOAD did,
         SSD has. If an OFFLOAD failed, the gradient is lost."""
-        if kind is Kind.OFFLOAD:
+        record = move.gradient
+        if isinstance(move, Offload):
             record.arriving -= 1
         else:
             record.transferring = False
-        if kind is Kind.SPILL:
+        if isinstance(move, Spill):
             del self._spilled[record]
             record.clean = record.clean and not failed
             self.spilling_fails = self.spilling_fails or failed
-        elif kind is Kind.RELOAD and failed:
+        elif isinstance(move, Reload) and failed:
             self._waiting.pop(record)
             self._unread[record] = None
             self._free(record)
         else:
             record.lost = record.lost or failed
         self._changed(record)
-        if kind is not Kind.OFFLOAD or self._plan.during_backward or record.dropped or record.lost:
+        if not isinstance(move, Offload) or self._plan.during_backward or record.dropped or record.lost:
             return
         if record.complete and record.arrived:
             self._spill(record)  # it waits for `step()`
@@ -194,15 +195,15 @@ class Gradients:
         return self.held_back is not None and not self._busy
 
     @property
-    def held_back(self) -> tuple[Kind, int] | None:
+    def held_back(self) -> tuple[type[Operation], int] | None:
         """The operation that will probably free the next buffer, and its unit: a SPILL, the first UPDATE, or an OFFLOAD
         of any unit. None if no gradient that autograd has made lacks a buffer."""
         if not any(record.made for record in (*self._waiting, *self._unread)):
             return None
-        for kind, records in ((Kind.SPILL, self._spilled), (Kind.UPDATE, self._read)):
+        for kind, records in ((Spill, self._spilled), (Update, self._read)):
             for record in records:
                 return kind, record.unit
-        return Kind.OFFLOAD, -1
+        return Offload, -1
 
     # --- decisions ---
 
@@ -222,12 +223,8 @@ class Gradients:
             record.arriving += len(record.made)
             self._changed(record)
             for delivery in record.made:
-                self._begin(Kind.OFFLOAD, record, delivery)
+                self._issue(Offload(record.unit, record, delivery))
             record.made = []
-
-    def _begin(self, kind: Kind, record: GradientRecord, delivery: Any = None) -> None:
-        home = record.home or 0
-        self._issue(Operation(kind, record.unit, record.run, gradient=record, home=home, delivery=delivery))
 
     def _has_buffer(self, record: GradientRecord) -> bool:
         """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""
@@ -247,7 +244,7 @@ class Gradients:
             return False
         self._changed(record)
         if record.clean:
-            self._transfer(Kind.RELOAD, record)
+            self._transfer(Reload, record)
         return not record.clean
 
     def _make_room(self) -> bool:
@@ -264,14 +261,14 @@ class Gradients:
     def _spill(self, record: GradientRecord) -> None:
         if record.run is not None and self._plan.spills:
             record.clean = True  # unless it fails, or more arrives
-            self._transfer(Kind.SPILL, record)
+            self._transfer(Spill, record)
 
-    def _transfer(self, kind: Kind, record: GradientRecord) -> None:
+    def _transfer(self, move: type[Spill | Reload], record: GradientRecord) -> None:
         record.transferring = True
-        if kind is Kind.SPILL:
+        if move is Spill:
             self._spilled[record] = None
         self._changed(record)
-        self._begin(kind, record)
+        self._issue(move(record.unit, record))
 
     def _deliver(self, record: GradientRecord, delivery: Any) -> None:
         """Something is there for a record's buffer."""

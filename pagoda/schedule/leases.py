@@ -26,7 +26,7 @@ from math import inf
 
 from pagoda.memory.page import PageRun
 from pagoda.schedule.frames import Frames
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.operations import Evict, Operation, Outdate, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import Lease
 from pagoda.schedule.versions import Versions
@@ -369,7 +369,7 @@ class Leases:
         for slab, time in tried:
             self._idle_slabs.put(slab, time)
         for run in victims or ():
-            self._end(self._owner[run.start], by=Kind.EVICT)
+            self._end(self._owner[run.start], by=Evict)
 
     def _victims(self, slab: int, count: int, needed_at: float) -> list[PageRun] | None:
         """The leases of a slab to end, so that `count` adjacent frames are free. None if other leases are between
@@ -435,7 +435,7 @@ class Leases:
             self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
             self._no_room.pop(slab, None)
 
-    def _end(self, lease: Lease, by: Kind = Kind.OUTDATE, again: bool = True) -> None:
+    def _end(self, lease: Lease, by: type[Evict | Outdate] = Outdate, again: bool = True) -> None:
         """End a lease. If `again`, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
         lease.over = by
@@ -446,4 +446,4 @@ class Leases:
 
     def _reclaim(self, lease: Lease) -> None:
         self._reclaiming += 1
-        self._issue(Operation(lease.over, lease.unit, lease.run, lease.version, about=lease))
+        self._issue(lease.over(lease.unit, lease))

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from pagoda.memory.page import PageRun
 from pagoda.plan.layout import GRAD, WEIGHT_BACK
@@ -11,81 +10,165 @@ from pagoda.plan.placement import LEASES, STAGING, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Trace
-from pagoda.schedule.records import GradientRecord
-
-
-class Kind(StrEnum):
-    """Kinds of operations."""
-
-    FETCH = "fetch"
-    """Copy a unit's weights from their home into the frames of a lease."""
-    EVICT = "evict"
-    """Free the frames of a lease that ended because other weights need them, if nothing refers to them any more. The
-    answer is `reclaimed(freed=...)`."""
-    OUTDATE = "outdate"
-    """The same for a lease that ended because its weights change, or could not be fetched."""
-    ASK = "ask"
-    """Ask whether anything refers to the weights that an update before `step()` would change. The answer is
-    `reclaimed(freed=...)`."""
-    OFFLOAD = "offload"
-    """Copy the gradient that autograd has just made to the unit's gradient buffer, or add it there."""
-    SPILL = "spill"
-    """Write a gradient buffer to SSD, so that its pages can be reused."""
-    RELOAD = "reload"
-    """Read a spilled gradient back into a buffer."""
-    UPDATE = "update"
-    """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order."""
-    KEEP = "keep"
-    """An update before `step()` is final from now on: the speculative one in `about`, which `step()` confirms, or one
-    that is requested now, because nothing will be clipped. It is not reported."""
-    ADOPT = "adopt"
-    """Accesses read another run of a unit's weights from now on. It is not reported."""
-    FREE = "free"
-    """Nothing needs what a run holds of a state. It is not reported."""
-    READ_AHEAD = "read_ahead"
-    """Read the states of the unit that will probably be updated next into buffers that nothing else needs. The executor
-    may drop them at any time, and must drop them before anything but an update writes the states. It is not reported.
-    """
-    SHARE = "share"
-    """Collect every rank's part of a unit's new weights, if each rank has all weights and updates a part. It is issued
-    when the update is requested, and waits until this rank's part is written."""
-    SAVE = "save"
-    """Read a unit's states for a checkpoint."""
-
-
-QUESTIONS = frozenset({Kind.EVICT, Kind.OUTDATE, Kind.ASK})
-"""Operations that are answered (`reclaimed`)."""
-NOT_REPORTED = frozenset({Kind.KEEP, Kind.ADOPT, Kind.FREE, Kind.READ_AHEAD})
-"""Operations whose end is not reported."""
+from pagoda.schedule.records import GradientRecord, Lease, UpdateRecord
 
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One piece of work on one unit.
+    """One piece of work on one unit. Each kind is a class of its own.
 
-    Each operation is reported once, as ended or failed. An UPDATE may be refused instead, EVICT, OUTDATE and ASK are
-    answered, and KEEP, ADOPT, FREE and READ_AHEAD are not reported.
+    Each operation is reported once, as ended or failed, unless its class says otherwise. The executor keeps what it
+    knows in the `payload` of the records that operations name. Other texts write FETCH for an operation of the class
+    `Fetch`.
     """
 
-    kind: Kind
+    reported: ClassVar[bool] = True
+    """Whether its end is reported."""
+
     unit: int
-    run: PageRun | None = None
-    """The frames of a lease, or the pages of a gradient buffer. For a FREE: the run of a state."""
-    version: int = 0
-    """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
-    gradient: GradientRecord | None = None
-    """The gradient that an UPDATE applies, or that an OFFLOAD, SPILL or RELOAD moves. For a FETCH of a future version,
-    if ranks must agree: the gradient whose update it waits for."""
-    home: int = 0
-    """Which of the unit's homes for gradients, if it has any. For a FREE: which of the unit's states."""
-    runs: tuple[PageRun, ...] = ()
-    """The run of each state, to which an UPDATE writes, or which a SAVE reads. A SAVE has one more at the end: that of
-    the weights that accesses read."""
-    delivery: Any = None
-    """What the event `gradient` told of the part of a gradient that an OFFLOAD moves."""
-    about: Any = None
-    """The lease or update of the operation. The executor keeps in `about.payload`, and in the `payload` of gradients,
-    what it knows of them."""
+
+
+# --- weights ---
+
+
+@dataclass(eq=False, slots=True)
+class Fetch(Operation):
+    """Copy a unit's weights from their home into the frames of a lease."""
+
+    lease: Lease
+    awaited: GradientRecord | None
+    """If ranks must agree: the gradient whose update it waits for, because that makes the version to read."""
+
+
+@dataclass(eq=False, slots=True)
+class Question(Operation):
+    """Asks whether anything refers to some weights. It is answered by `reclaimed(freed=...)`."""
+
+
+@dataclass(eq=False, slots=True)
+class Evict(Question):
+    """Free the frames of a lease that ended because other weights need them, if nothing refers to them any more."""
+
+    lease: Lease
+
+
+@dataclass(eq=False, slots=True)
+class Outdate(Question):
+    """The same for a lease that ended because its weights change, or could not be fetched."""
+
+    lease: Lease
+
+
+@dataclass(eq=False, slots=True)
+class Ask(Question):
+    """Ask whether anything refers to the weights that an update before `step()` would change."""
+
+    update: UpdateRecord
+
+
+@dataclass(eq=False, slots=True)
+class Adopt(Operation):
+    """Accesses read another run of a unit's weights from now on."""
+
+    reported = False
+
+    run: PageRun
+    version: int
+
+
+@dataclass(eq=False, slots=True)
+class Free(Operation):
+    """Nothing needs what a run holds of one of a unit's states."""
+
+    reported = False
+
+    state: int
+    run: PageRun
+
+
+@dataclass(eq=False, slots=True)
+class Save(Operation):
+    """Read a unit's states for a checkpoint."""
+
+    version: int
+    runs: tuple[PageRun, ...]
+    """The run of each state, and behind them that of the weights that accesses read."""
+
+
+# --- gradients ---
+
+
+@dataclass(eq=False, slots=True)
+class GradientMove(Operation):
+    """Moves a gradient into or out of its buffer."""
+
+    gradient: GradientRecord
+
+
+@dataclass(eq=False, slots=True)
+class Offload(GradientMove):
+    """Copy the gradient that autograd has just made to the buffer, or add it there."""
+
+    delivery: Any
+    """What the event `gradient` told of this part of the gradient."""
+
+
+@dataclass(eq=False, slots=True)
+class Spill(GradientMove):
+    """Write the buffer to SSD, so that its pages can be reused."""
+
+
+@dataclass(eq=False, slots=True)
+class Reload(GradientMove):
+    """Read a spilled gradient back into a buffer."""
+
+
+# --- updates ---
+
+
+@dataclass(eq=False, slots=True)
+class Update(Operation):
+    """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order. It may
+    be `refused` instead."""
+
+    update: UpdateRecord
+    version: int
+    """The version that it makes."""
+
+
+@dataclass(eq=False, slots=True)
+class Request(Operation):
+    """An update before `step()` is requested for good, because nothing will be clipped."""
+
+    reported = False
+
+    gradient: GradientRecord
+
+
+@dataclass(eq=False, slots=True)
+class Confirm(Operation):
+    """`step()` has made a speculative update final that is under way."""
+
+    reported = False
+
+    update: UpdateRecord
+
+
+@dataclass(eq=False, slots=True)
+class ReadAhead(Operation):
+    """Read the states of the unit that will probably be updated next into buffers that nothing else needs. The executor
+    may drop them at any time, and must drop them before anything but an update writes the states."""
+
+    reported = False
+
+
+@dataclass(eq=False, slots=True)
+class Share(Operation):
+    """Collect every rank's part of a unit's new weights, if each rank has all weights and updates a part. It is issued
+    when the update is requested, and waits until this rank's part is written."""
+
+    update: UpdateRecord
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

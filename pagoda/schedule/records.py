@@ -23,7 +23,7 @@ class Lease:
     filled: bool = False
     """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
     over: Any = None
-    """Once the lease has ended, so that nothing new uses it: the kind of the operation that frees its frames."""
+    """Once the lease has ended, so that nothing new uses it: the class of the operation that frees its frames."""
     payload: Any = None
     """What the executor knows of the lease."""
 
@@ -89,7 +89,7 @@ class UpdateState(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Update:
+class UpdateRecord:
     """One update of a unit."""
 
     unit: int
@@ -133,17 +133,17 @@ class Weights:
     """Where the newest version of each state is. The first state is the weights."""
     read: PageRun = EMPTY
     """Where the weights are that accesses read."""
-    update: Update | None = None
+    update: UpdateRecord | None = None
     """The update that is queued or under way."""
-    asking: Update | None = None
+    asking: UpdateRecord | None = None
     """An early update that is not queued yet."""
-    guess: Update | None = None
+    guess: UpdateRecord | None = None
     """A speculative update, in any state, until it is confirmed or called off."""
-    sharing: list[Update] = field(default_factory=list)
+    sharing: list[UpdateRecord] = field(default_factory=list)
     """Requested updates of which other ranks' parts have not arrived, oldest first."""
-    later: list[Update] = field(default_factory=list)
+    later: list[UpdateRecord] = field(default_factory=list)
     """Updates that wait for `update` to end."""
-    unannounced: Update | None = None
+    unannounced: UpdateRecord | None = None
     """An asynchronous update that neither accesses nor other ranks wait for yet."""
     requested: GradientRecord | None = None
     """The gradient of the latest update that accesses see, or will see once it has ended."""

@@ -9,7 +9,19 @@ from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients
 from pagoda.schedule.lateness import Lateness
 from pagoda.schedule.leases import Leases
-from pagoda.schedule.operations import NOT_REPORTED, Kind, Operation, SchedulePlan
+from pagoda.schedule.operations import (
+    Ask,
+    Evict,
+    Fetch,
+    GradientMove,
+    Operation,
+    Outdate,
+    Question,
+    Save,
+    SchedulePlan,
+    Share,
+    Update,
+)
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import GradientRecord, Lease, UpdateState, Weights
 from pagoda.schedule.served import Found
@@ -236,18 +248,18 @@ class Scheduler:
 
     # --- events of the executor ---
 
-    def issued(self, operation: Operation) -> None:
+    def issued(self, operation: Fetch) -> None:
         """A FETCH is completely in a device's queue, so all later work in that queue finds the weights. `ended`
         follows."""
-        self.leases.issued(operation.about)
+        self.leases.issued(operation.lease)
         self._pump(ranks_agree=False)
 
     def ended(self, operation: Operation) -> None:
         """An operation has ended."""
-        if operation.kind is Kind.UPDATE:
-            self.updates.ended(operation.about)
-        elif operation.kind is Kind.SHARE:
-            self.updates.shared(operation.about)
+        if isinstance(operation, Update):
+            self.updates.ended(operation.update)
+        elif isinstance(operation, Share):
+            self.updates.shared(operation.update)
         else:
             self._moved(operation, failed=False)
         self._over()
@@ -260,43 +272,43 @@ class Scheduler:
         failed OFFLOAD the step must be dropped. A failed speculative UPDATE is given up. After any other failure, no
         state can be used until all are `restored`.
         """
-        if operation.kind is Kind.UPDATE:
-            self.updates.update_failed(operation.about)
-        elif operation.kind is Kind.SHARE:
+        if isinstance(operation, Update):
+            self.updates.update_failed(operation.update)
+        elif isinstance(operation, Share):
             self.versions.failed = True
         else:
             self._moved(operation, failed=True)
         self._over()
 
-    def refused(self, operation: Operation) -> None:
+    def refused(self, operation: Update) -> None:
         """An UPDATE has found a gradient that is not finite, and has changed nothing. It is over."""
-        self.updates.refused(operation.about)
+        self.updates.refused(operation.update)
         self._over()
 
-    def gradient_used(self, operation: Operation) -> None:
+    def gradient_used(self, operation: Update) -> None:
         """A running UPDATE has read its gradients for the last time."""
-        self.updates.gradient_used(operation.about)
+        self.updates.gradient_used(operation.update)
         self._pump(ranks_agree=False)
 
-    def weights_written(self, operation: Operation) -> None:
+    def weights_written(self, operation: Update) -> None:
         """A running UPDATE has written the new weights. Other states may follow."""
-        self.updates.weights_written(operation.about)
+        self.updates.weights_written(operation.update)
         self._pump(ranks_agree=False)
 
-    def reclaimed(self, operation: Operation, freed: bool) -> None:
-        """The answer to EVICT, OUTDATE or ASK. If something refers to the weights, `let_go` follows later."""
-        if isinstance(operation.about, Lease):
-            self.leases.reclaimed(operation.about, freed)
-        else:
+    def reclaimed(self, operation: Question, freed: bool) -> None:
+        """The answer to a question. If something refers to the weights, `let_go` follows later."""
+        if isinstance(operation, Ask):
             self.updates.answered(operation, freed)
+        elif isinstance(operation, Evict | Outdate):
+            self.leases.reclaimed(operation.lease, freed)
         self._over(ranks_agree=True)
 
-    def let_go(self, operation: Operation) -> None:
-        """Nothing refers any more to the weights of such an operation."""
-        if isinstance(operation.about, Lease):
-            self.leases.free(operation.about)
-        else:
+    def let_go(self, operation: Question) -> None:
+        """Nothing refers any more to the weights of a question."""
+        if isinstance(operation, Ask):
             self.updates.ask_again(operation.unit)
+        elif isinstance(operation, Evict | Outdate):
+            self.leases.free(operation.lease)
         self._pump()
 
     # --- questions ---
@@ -347,7 +359,7 @@ class Scheduler:
         return self.gradients.is_here(unit)
 
     @property
-    def held_back(self) -> tuple[Kind, int] | None:
+    def held_back(self) -> tuple[type[Operation], int] | None:
         """What holds compute back before it makes more gradients, because a gradient has no buffer yet: the operation
         that will probably free one, and its unit. None if compute can go on."""
         return self.gradients.held_back
@@ -412,13 +424,12 @@ class Scheduler:
 
     def _moved(self, operation: Operation, failed: bool) -> None:
         """An operation that copies weights, gradients or states has ended."""
-        if operation.kind is Kind.FETCH:
-            self.leases.ended(operation.about, failed)
-        elif operation.kind is Kind.SAVE:
+        if isinstance(operation, Fetch):
+            self.leases.ended(operation.lease, failed)
+        elif isinstance(operation, Save):
             self.checkpoint.ended(operation.unit)
-        else:
-            assert operation.gradient is not None
-            self.gradients.moved(operation.kind, operation.gradient, failed)
+        elif isinstance(operation, GradientMove):
+            self.gradients.moved(operation, failed)
             if operation.gradient.lost:
                 self.updates.lose(operation.gradient)
         self.updates.retry(operation.unit)
@@ -426,10 +437,8 @@ class Scheduler:
     def _fetch(self, leases: Iterable[Lease]) -> None:
         """Fill leases. A speculative update of what they read is called off first."""
         for lease in leases:
-            unit, version = lease.unit, lease.version
-            self.updates.undo(unit)
-            awaited = self.versions.awaited(unit, version)
-            self._issue(Operation(Kind.FETCH, unit, lease.run, version, awaited, about=lease))
+            self.updates.undo(lease.unit)
+            self._issue(Fetch(lease.unit, lease, self.versions.awaited(lease.unit, lease.version)))
 
     def _drop(self, record: GradientRecord) -> None:
         self.updates.call_off_early(record.unit)
@@ -454,5 +463,5 @@ class Scheduler:
         self.leases.serve()
 
     def _issue(self, operation: Operation) -> None:
-        self._under_way += operation.kind not in NOT_REPORTED
+        self._under_way += operation.reported
         self._out.append(operation)

@@ -23,9 +23,9 @@ from itertools import count
 from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients
 from pagoda.schedule.leases import Leases
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.operations import Ask, Confirm, Operation, ReadAhead, Request, SchedulePlan, Share, Update
 from pagoda.schedule.order import Order
-from pagoda.schedule.records import GradientRecord, Update, UpdateState
+from pagoda.schedule.records import GradientRecord, UpdateRecord, UpdateState
 from pagoda.schedule.versions import Versions
 
 MOST_ADMITTED = 2
@@ -51,7 +51,7 @@ class UpdateSchedule:
     _issue: Callable[[Operation], None]
 
     def __post_init__(self) -> None:
-        self._queues: tuple[list[tuple[float, int, Update]], ...] = ([], [])
+        self._queues: tuple[list[tuple[float, int, UpdateRecord]], ...] = ([], [])
         """By updater: heaps of (urgency, sequence, update). An update may have several entries. Its state says whether
         they count."""
         self._sequence = count()
@@ -83,14 +83,14 @@ class UpdateSchedule:
         weights = self._versions.of[record.unit]
         weights.asking = None
         weights.due += 1
-        update = Update(record.unit, record)
+        update = UpdateRecord(record.unit, record)
         if self._plan.asynchronous:
             weights.lag, weights.unannounced = 1, update
         else:
             self._show(update)
         self.queue(update)
 
-    def queue(self, update: Update) -> None:
+    def queue(self, update: UpdateRecord) -> None:
         """Queue an update after the earlier updates of its unit."""
         weights = self._versions.of[update.unit]
         update.state = UpdateState.QUEUED
@@ -112,7 +112,7 @@ class UpdateSchedule:
         update.speculative = False
         weights.due += 1
         if update.state is UpdateState.RUNNING:
-            self._issue(Operation(Kind.KEEP, unit, gradient=update.record, about=update))
+            self._issue(Confirm(unit, update))
         if update.has_written:
             self._versions.adopt(update)
         self._show(update)
@@ -126,7 +126,7 @@ class UpdateSchedule:
         """`step()` has requested its updates."""
         self._calm = 0 if clipped else self._calm + 1
 
-    def _show(self, update: Update) -> None:
+    def _show(self, update: UpdateRecord) -> None:
         """From now on, accesses see an update, and wait for it."""
         weights = self._versions.of[update.unit]
         weights.requested = update.record
@@ -134,14 +134,14 @@ class UpdateSchedule:
         self._leases.changed(update.unit)
         self.share(update)
 
-    def share(self, update: Update) -> None:
+    def share(self, update: UpdateRecord) -> None:
         """Bring the parts of an update that other ranks make, if each rank makes a part."""
         unit = update.unit
         weights = self._versions.of[unit]
         if self._plan.units[unit].shared:
             weights.sharing.append(update)
             self._pending += 1
-            self._issue(Operation(Kind.SHARE, unit, None, weights.due, update.record, about=update))
+            self._issue(Share(unit, update, weights.due))
 
     # --- early updates ---
 
@@ -153,7 +153,7 @@ class UpdateSchedule:
             return
         if weights.asking is not None or (speculative and weights.update is not None):
             return  # earlier requests come first
-        weights.asking = Update(record.unit, record, speculative, UpdateState.ASKING)
+        weights.asking = UpdateRecord(record.unit, record, speculative, UpdateState.ASKING)
         if speculative:
             weights.guess = weights.asking
         self._ask(weights.asking)
@@ -165,9 +165,9 @@ class UpdateSchedule:
             self._ask(asking)
         self.retry(unit)
 
-    def answered(self, asked: Operation, free: bool) -> None:
+    def answered(self, asked: Ask, free: bool) -> None:
         """The answer to an ASK. If something uses the weights, `ask_again` is called later."""
-        update: Update = asked.about
+        update = asked.update
         weights = self._versions.of[asked.unit]
         if update.query is not asked:
             return
@@ -183,7 +183,7 @@ class UpdateSchedule:
             weights.asking, update.may_move = None, True
             self.queue(update)
         else:
-            self._issue(Operation(Kind.KEEP, asked.unit, gradient=update.record))
+            self._issue(Request(asked.unit, update.record))
             self.request(update.record)
             self._gradients.take(asked.unit)
 
@@ -233,11 +233,11 @@ class UpdateSchedule:
         stopped = self._checkpoint.under_way or self._draining or self._versions.failed
         return self._plan.units[unit].speculated and self._calm >= CALM_STEPS and not stopped
 
-    def _ask(self, update: Update) -> None:
-        update.query = Operation(Kind.ASK, update.unit, about=update)
+    def _ask(self, update: UpdateRecord) -> None:
+        update.query = Ask(update.unit, update)
         self._issue(update.query)
 
-    def _over(self, update: Update) -> None:
+    def _over(self, update: UpdateRecord) -> None:
         """A speculative update is given up. Its gradient is needed again."""
         weights = self._versions.of[update.unit]
         if weights.guess is update:
@@ -247,21 +247,21 @@ class UpdateSchedule:
 
     # --- reports of an UPDATE ---
 
-    def gradient_used(self, update: Update) -> None:
+    def gradient_used(self, update: UpdateRecord) -> None:
         """An update has read its gradient for the last time. It may say so again after it has failed."""
         if update.has_read:
             return
         update.has_read = True
         self._gradients.used(update.record, last=not update.speculative)
 
-    def weights_written(self, update: Update) -> None:
+    def weights_written(self, update: UpdateRecord) -> None:
         """An update has written the new weights."""
         update.has_written = True
         if not update.speculative:
             self._versions.adopt(update)
         self._leases.changes = True
 
-    def ended(self, update: Update) -> None:
+    def ended(self, update: UpdateRecord) -> None:
         """An update has written all states."""
         self._release(update)
         self._versions.end_read(update.unit)
@@ -270,14 +270,14 @@ class UpdateSchedule:
         else:
             self._finish(update)
 
-    def shared(self, update: Update) -> None:
+    def shared(self, update: UpdateRecord) -> None:
         """The parts of an update that other ranks make are here."""
         self._versions.of[update.unit].sharing.remove(update)
         self._pending -= 1
         self._settled(update.unit)
         self.retry(update.unit)
 
-    def update_failed(self, update: Update) -> None:
+    def update_failed(self, update: UpdateRecord) -> None:
         """An update has failed and may have changed anything. A speculative update is undone, and `step()` requests it
         again."""
         if not update.speculative:
@@ -292,7 +292,7 @@ class UpdateSchedule:
             self.gradient_used(update)
         self.ended(update)
 
-    def refused(self, update: Update) -> None:
+    def refused(self, update: UpdateRecord) -> None:
         """An update has found a gradient that is not finite, and has changed nothing."""
         unit = update.unit
         self._release(update)
@@ -392,17 +392,17 @@ class UpdateSchedule:
         weights = self._versions.of[unit]
         if self._plan.units[unit].streamed and weights.update is None and weights.guess is None:
             self._ahead = unit
-            self._issue(Operation(Kind.READ_AHEAD, unit))
+            self._issue(ReadAhead(unit))
 
     def _retry_all(self) -> None:
         for unit in range(len(self._versions.of)):
             self.retry(unit)
 
-    def _push(self, update: Update) -> None:
+    def _push(self, update: UpdateRecord) -> None:
         urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
         heappush(self._queues[self._plan.units[update.unit].updater], (urgency, next(self._sequence), update))
 
-    def _admit(self, update: Update) -> None:
+    def _admit(self, update: UpdateRecord) -> None:
         """Begin an update, unless it has to wait. In that case `retry` is called when the reason may have ended."""
         if self._must_wait(update):
             return
@@ -416,7 +416,7 @@ class UpdateSchedule:
         self._gradients.use(update.record)
         self._start(update)
 
-    def _must_wait(self, update: Update) -> bool:
+    def _must_wait(self, update: UpdateRecord) -> bool:
         """Whether something still uses what an update would change."""
         unit = update.unit
         if self._leases.in_use(unit):
@@ -429,7 +429,7 @@ class UpdateSchedule:
             return True
         return not self._may_move(update)
 
-    def _may_move(self, update: Update) -> bool:
+    def _may_move(self, update: UpdateRecord) -> bool:
         """Whether an update may write the weights elsewhere, if it has to. If compute reads them where they are, this
         asks whether anything refers to them."""
         unit = update.unit
@@ -441,7 +441,7 @@ class UpdateSchedule:
             self._ask(update)
         return False
 
-    def _start(self, update: Update) -> None:
+    def _start(self, update: UpdateRecord) -> None:
         """Run an update once its gradient is in RAM."""
         if self._versions.failed:
             return
@@ -460,21 +460,20 @@ class UpdateSchedule:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
         self._versions.begin_read(update.unit)
-        version = self._versions.of[update.unit].newest + 1
-        self._issue(Operation(Kind.UPDATE, update.unit, None, version, update.record, runs=update.runs, about=update))
+        self._issue(Update(update.unit, update, self._versions.of[update.unit].newest + 1))
 
     def _wait_for_room(self, unit: int) -> None:
         """An update waits until a run is free, or until a checkpoint has read the unit."""
         self._lacking.add(unit)
         self._checkpoint.hurry(unit)
 
-    def _release(self, update: Update) -> None:
+    def _release(self, update: UpdateRecord) -> None:
         """An update makes room for another update."""
         if update.admitted:
             update.admitted = False
             self._admitted[self._plan.units[update.unit].updater] -= 1
 
-    def _finish(self, update: Update) -> None:
+    def _finish(self, update: UpdateRecord) -> None:
         """The update of a unit is over. The next update can begin, or the weights can be read."""
         weights = self._versions.of[update.unit]
         weights.update = None

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pagoda.memory.page import PageRun
 from pagoda.memory.versions import EMPTY, VersionPool
 from pagoda.plan.tiers import SSD
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan
-from pagoda.schedule.records import GradientRecord, Update, UpdateState, Weights
+from pagoda.schedule.operations import Adopt, Free, Operation, SchedulePlan
+from pagoda.schedule.records import GradientRecord, UpdateRecord, UpdateState, Weights
 
 
 class Versions:
@@ -70,7 +70,7 @@ class Versions:
 
     # --- where the next version is written ---
 
-    def has_room(self, update: Update) -> bool:
+    def has_room(self, update: UpdateRecord) -> bool:
         """Whether each tier probably has room for what an update writes."""
         return all(
             self._pool(update.unit, state).has(run.count)
@@ -78,7 +78,7 @@ class Versions:
             if self._moves(update, state)
         )
 
-    def choose(self, update: Update) -> bool:
+    def choose(self, update: UpdateRecord) -> bool:
         """Choose where an update writes. Returns False if a tier has no room now. The update then waits until a run is
         free, or nothing else needs the old version."""
         weights = self.of[update.unit]
@@ -98,7 +98,7 @@ class Versions:
         """Whether something may read the newest weights, so that the next ones are written elsewhere."""
         return bool(self.of[unit].runs) and self._is_needed(unit, 0)
 
-    def moves(self, update: Update) -> bool:
+    def moves(self, update: UpdateRecord) -> bool:
         """Whether an update writes every state elsewhere, so that the version before it stays whole."""
         pairs = zip(self.of[update.unit].runs, update.runs, strict=True)
         return all(before != run or not run.count for before, run in pairs)
@@ -109,7 +109,7 @@ class Versions:
         running = update is not None and update.state is UpdateState.RUNNING and not update.speculative
         return update is not None and running and update.runs != self.of[unit].runs
 
-    def adopt(self, update: Update) -> None:
+    def adopt(self, update: UpdateRecord) -> None:
         """An update is final and has written the weights: what it writes is the newest version."""
         unit, weights = update.unit, self.of[update.unit]
         before, weights.runs = weights.runs, update.runs
@@ -126,7 +126,7 @@ class Versions:
         if weights.runs and (weights.newest == weights.version or not self._plan.asynchronous):
             self._read_newest(unit)
 
-    def give_up(self, update: Update) -> None:
+    def give_up(self, update: UpdateRecord) -> None:
         """Nothing needs what an update has written. It has ended, or has not begun, and was not adopted."""
         for state, run in enumerate(update.runs):
             if run != self.of[update.unit].runs[state]:
@@ -198,7 +198,7 @@ class Versions:
 
     # --- parts ---
 
-    def _moves(self, update: Update, state: int) -> bool:
+    def _moves(self, update: UpdateRecord, state: int) -> bool:
         """Whether an update must write a state elsewhere."""
         return update.speculative or self._is_needed(update.unit, state)
 
@@ -211,7 +211,7 @@ class Versions:
         if before == run:
             return
         weights.read = run
-        self._issue(Operation(Kind.ADOPT, unit, run, weights.newest))
+        self._issue(Adopt(unit, run, weights.newest))
         if self._plan.asynchronous:
             self._pin(unit, 0, run)
             self._leave(unit, 0, before)
@@ -233,7 +233,7 @@ class Versions:
     def _unpin(self, unit: int, state: int, run: PageRun) -> None:
         if run.count and self._pool(unit, state).unpin(run):
             self.changes = True
-            self._issue(Operation(Kind.FREE, unit, run, home=state))
+            self._issue(Free(unit, state, run))
 
     def _pool(self, unit: int, state: int) -> VersionPool:
         return self.pools[self._plan.units[unit].states[state][0]]

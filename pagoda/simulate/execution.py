@@ -1,6 +1,6 @@
 """Carries out the scheduler's operations on simulated lanes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
 from pagoda.plan.traffic import traffic_of
-from pagoda.schedule.operations import NOT_REPORTED, QUESTIONS, Kind, Operation
+from pagoda.schedule.operations import Fetch, Offload, Operation, Question, ReadAhead, Reload, Share, Spill, Update
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.waits import InFlight
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
@@ -31,7 +31,14 @@ class Execution:
         self._lanes = lanes
         self._rates = rates
         self._traffic = traffic = traffic_of(plan)
-        self._chains = cache(self._chains_of)
+        self._chains: dict[type[Operation], Callable[[int, bool], Sequence[Chain]]] = {
+            Fetch: cache(self._fetch),
+            Offload: cache(self._offload),
+            Spill: cache(partial(self._transfer, "ssd_write", "spill")),
+            Reload: cache(partial(self._transfer, "ssd_read", "gradient")),
+        }
+        """The work of an operation, by its unit, and whether it adds a gradient to an earlier one. There is none for a
+        gradient that stays where it is made, and for weights that are already in RAM."""
         reports = self._gradient_used, self._weights_written, self._ended
         self._updates = SimulatedUpdates(plan, traffic, lanes, rates, *reports)
         self._early: dict[int, list[Operation]] = {}
@@ -52,52 +59,54 @@ class Execution:
             self.in_use.append((self._lanes.now, in_use))
 
     def _begin(self, operation: Operation) -> None:
-        kind, unit = operation.kind, operation.unit
-        if kind in QUESTIONS:
+        unit = operation.unit
+        if isinstance(operation, Question):
             self._scheduler.reclaimed(operation, freed=True)
-        elif kind is Kind.UPDATE:
+        elif isinstance(operation, Update):
             self._updates.update(operation)
-        elif kind is Kind.READ_AHEAD:
+        elif isinstance(operation, ReadAhead):
             self._updates.read_ahead(operation)
         elif self._is_early(operation):
             self._early.setdefault(unit, []).append(operation)
-        elif kind is Kind.SHARE:
+        elif isinstance(operation, Share):
             self._lanes.when_ended(self._updates.share(unit), partial(self._ended, operation))
-        elif chains := self._chains(kind, unit, self._adds(operation)):
+        elif (of := self._chains.get(type(operation))) and (chains := of(unit, self._adds(operation))):
             self._give(operation, chains)
-        elif kind not in NOT_REPORTED:
+        elif operation.reported:
             self._scheduler.ended(operation)
 
     def _is_early(self, operation: Operation) -> bool:
         """Whether an operation waits for an update, or for other ranks' parts of it."""
-        kind, weights = operation.kind, self._scheduler.weights(operation.unit)
-        if kind is Kind.FETCH and any(update.record is operation.gradient for update in weights.sharing):
-            return True
-        return kind in (Kind.FETCH, Kind.SHARE) and operation.version > weights.newest
+        weights = self._scheduler.weights(operation.unit)
+        if isinstance(operation, Share):
+            return operation.version > weights.newest
+        if not isinstance(operation, Fetch):
+            return False
+        shared = any(update.record is operation.awaited for update in weights.sharing)
+        return shared or operation.lease.version > weights.newest
 
     def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:
         """Submit an operation to the lanes. It ends with its last chain."""
         for chain in chains:
             *_, task = self._lanes.in_turn(chain)
         task.then.append(partial(self._ended, operation))
-        if operation.kind is Kind.OFFLOAD:
+        if isinstance(operation, Offload):
             unit = self._plan.units[operation.unit]
             made = unit.trainable_numel * self._plan.layout.offloaded_itemsize(unit)
             self.offloads.add(task, made)
 
     def _adds(self, operation: Operation) -> bool:
         """Whether an operation adds a gradient to an earlier one of its step."""
-        if operation.kind is not Kind.OFFLOAD:
+        if not isinstance(operation, Offload):
             return False
-        assert operation.gradient is not None
         adds, operation.gradient.payload = operation.gradient.payload is not None, "there"
         return adds
 
-    def _gradient_used(self, update: Operation) -> None:
+    def _gradient_used(self, update: Update) -> None:
         self._scheduler.gradient_used(update)
         self.pump()
 
-    def _weights_written(self, update: Operation) -> None:
+    def _weights_written(self, update: Update) -> None:
         self._scheduler.weights_written(update)
         self._begin_early(update.unit)
         self.pump()
@@ -109,22 +118,17 @@ class Execution:
 
     def _ended(self, operation: Operation) -> None:
         self._scheduler.ended(operation)
-        if operation.kind is Kind.SHARE:
+        if isinstance(operation, Share):
             self._begin_early(operation.unit)
         self.pump()
 
-    def _chains_of(self, kind: Kind, index: int, adds: bool) -> Sequence[Chain]:
-        """The work of an operation. There is none for the OFFLOAD of a gradient that stays where it is
-        made, and for the FETCH of weights that are already in RAM."""
+    def _transfer(self, lane: str, verb: str, index: int, adds: bool) -> Sequence[Chain]:
+        """A gradient to SSD or back."""
+        return [[self._lanes.move(lane, f"{verb} {self._plan.units[index].name}", self._traffic[index].buffer)]]
+
+    def _offload(self, index: int, adds: bool) -> Sequence[Chain]:
+        """A gradient through ranks to its buffer."""
         unit, traffic, layout = self._plan.units[index], self._traffic[index], self._plan.layout
-        if kind is Kind.FETCH:
-            return self._fetch(index)
-        if kind is Kind.SPILL:
-            return [[self._lanes.move("ssd_write", f"spill {unit.name}", traffic.buffer)]]
-        if kind is Kind.RELOAD:
-            return [[self._lanes.move("ssd_read", f"gradient {unit.name}", traffic.buffer)]]
-        if kind is not Kind.OFFLOAD:
-            return []
         chain = []
         if sent := traffic.reduced:
             seconds = self._rates.ring_seconds(sent, layout.group(unit))
@@ -142,7 +146,7 @@ class Execution:
             chain.append(Work("d2h", f"offload {unit.name}", 0, self._rates.adding_seconds(touched)))
         return [chain] if chain else []
 
-    def _fetch(self, index: int) -> Sequence[Chain]:
+    def _fetch(self, index: int, adds: bool) -> Sequence[Chain]:
         """From a unit's home to its lease, then from all ranks."""
         unit, traffic = self._plan.units[index], self._traffic[index]
         lanes = ["h2d"] if self._plan.lease_tier == DEVICE else ["ssd_read"]

@@ -11,7 +11,7 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import COLLECTIVE, INLINE_BYTES, SSD
 from pagoda.plan.traffic import Traffic
-from pagoda.schedule.operations import Operation
+from pagoda.schedule.operations import ReadAhead, Update
 from pagoda.schedule.stream import Action, Block, Do, Stream
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
@@ -20,7 +20,7 @@ _MOST_BLOCKS = 400
 """Most blocks of all updates of a step, in addition to at most one per unit, so that a large model takes no longer to
 simulate. Neighbouring blocks of the runtime are one simulated block."""
 
-Report = Callable[[Operation], None]
+Report = Callable[[Update], None]
 
 
 @dataclass(eq=False, repr=False)
@@ -56,12 +56,12 @@ class SimulatedUpdates:
         self._sharing: list[Task] = []
         """Tasks that must end before the next unit is shared through RAM."""
 
-    def update(self, operation: Operation) -> None:
+    def update(self, operation: Update) -> None:
         """Carry out an UPDATE."""
         unit = operation.unit
         self._tell(self._stream.ask, operation, unit, range(len(self._blocks.units[unit].bounds)))
 
-    def read_ahead(self, operation: Operation) -> None:
+    def read_ahead(self, operation: ReadAhead) -> None:
         """Use free slots to read what comes next, while no update needs them."""
         self._tell(self._stream.read_ahead, operation.unit)
 
@@ -79,7 +79,7 @@ class SimulatedUpdates:
         *_, last = self._lanes.in_turn(self._works(do, block.unit, block.index))
         last.then.append(partial(self._tell, self._ended_by[do], block, None))
 
-    def _report(self, do: Do, operation: Operation) -> None:
+    def _report(self, do: Do, operation: Update) -> None:
         on_ssd = self._plan.placement.home(operation.unit, WEIGHT) == SSD
         if do is Do.USED:
             self._gradient_used(operation)

@@ -12,10 +12,10 @@ from torch import nn
 import pagoda
 from pagoda.memory.page import PageRun
 from pagoda.plan.trace import STEP, Access, Phase, Trace
-from pagoda.schedule import event_log
-from pagoda.schedule.event_log import replay
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
-from pagoda.schedule.records import GradientRecord
+from pagoda.schedule import event_log, operations
+from pagoda.schedule.event_log import describe, replay
+from pagoda.schedule.operations import Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.records import GradientRecord, Lease, UpdateRecord
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in place": ({"host": "64MiB"}, {"max_grad_norm": 1e-3}),
@@ -76,15 +76,28 @@ def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None
         replay(log)
 
 
-@pytest.mark.parametrize(
-    "field", [field.name for field in fields(Operation) if field.name not in ("about", "delivery")]
-)
-def test_a_replay_compares_every_field_of_an_operation(field: str) -> None:
-    operation = Operation(Kind.UPDATE, 0)
-    others = {"kind": Kind.FETCH, "unit": 1, "run": PageRun(0, 1), "version": 1, "home": 1, "runs": (PageRun(0, 1),)}
-    others["gradient"] = GradientRecord(0, 1)
-    other = replace(operation, **{field: others.get(field, True)})
-    assert event_log._describe(other) != event_log._describe(operation)
+RUN, RUNS, GRADIENTS = PageRun(0, 1), (PageRun(0, 1), PageRun(1, 1)), (GradientRecord(0, 0), GradientRecord(0, 1))
+FIELDS: dict[str, tuple[Any, Any]] = {
+    "unit": (0, 1),
+    "version": (0, 1),
+    "state": (0, 1),
+    "run": RUNS,
+    "runs": ((), RUNS),
+    "lease": (Lease(0, RUN, 0), Lease(0, RUN, 1)),
+    "gradient": GRADIENTS,
+    "awaited": GRADIENTS,
+    "update": (UpdateRecord(0, GRADIENTS[0]), UpdateRecord(0, GRADIENTS[1])),
+}
+"""Field of operations -> two values."""
+KINDS = [each for each in vars(operations).values() if isinstance(each, type) and issubclass(each, Operation)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_compares_every_field_of_an_operation(kind: type[Operation]) -> None:
+    names = [field.name for field in fields(kind)]
+    operation = kind(**{name: FIELDS.get(name, (None, None))[0] for name in names})
+    for name in {*names} - {"delivery"}:
+        assert describe(replace(operation, **{name: FIELDS[name][1]})) != describe(operation)
 
 
 def test_each_rank_writes_a_log_of_its_own(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

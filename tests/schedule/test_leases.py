@@ -15,7 +15,7 @@ from pagoda.memory.page import PageRun
 from pagoda.memory.pool import PagePool
 from pagoda.plan.trace import STEP, NextUse, Trace, assumed_trace, gradients_of
 from pagoda.schedule.frames import Frames
-from pagoda.schedule.operations import Kind, SchedulePlan, UnitPlan
+from pagoda.schedule.operations import Evict, Fetch, Operation, Outdate, SchedulePlan, UnitPlan, Update
 from pagoda.schedule.scheduler import Scheduler
 from tests.plan.strategies import Draw, traces
 
@@ -63,7 +63,7 @@ class Player:
             UnitPlan(lease_frames=problem.pages.get(unit, 0), trained=unit in problem.updated) for unit in range(UNITS)
         ]
         self.scheduler = Scheduler(SchedulePlan(units, problem.trace, frame_pool=problem.capacity))
-        self.moves: list[tuple[int, Kind, int]] = []
+        self.moves: list[tuple[int, type[Operation], int]] = []
         """(tick, FETCH or EVICT, unit) of the last step; those of `step()` have the tick of STEP."""
         self.used: int | None = None
         """The unit in use."""
@@ -96,9 +96,9 @@ class Player:
 
     def _execute(self) -> None:
         for operation in end_all(self.scheduler):
-            if operation.kind in (Kind.FETCH, Kind.EVICT):
-                self.moves.append((self._tick, operation.kind, operation.unit))
-            assert operation.kind is not Kind.EVICT or operation.unit != self.used
+            if type(operation) in (Fetch, Evict):
+                self.moves.append((self._tick, type(operation), operation.unit))
+            assert not isinstance(operation, Evict) or operation.unit != self.used
         assert self.scheduler.leases.frames.in_use <= self.problem.capacity
 
 
@@ -109,7 +109,7 @@ def played(problem: Problem) -> Player:
     return player
 
 
-def before_step(problem: Problem, player: Player) -> list[tuple[int, Kind, int]]:
+def before_step(problem: Problem, player: Player) -> list[tuple[int, type[Operation], int]]:
     """What was moved before `step()` and its updates."""
     return [move for move in player.moves if move[0] < len(problem.trace.accesses) - 1]
 
@@ -118,7 +118,7 @@ def before_step(problem: Problem, player: Player) -> list[tuple[int, Kind, int]]
 @given(problems())
 def test_nothing_is_fetched_for_use_after_the_step_that_updates_it(problem: Problem) -> None:
     for tick, kind, unit in before_step(problem, played(problem)):
-        if kind is Kind.FETCH:
+        if kind is Fetch:
             assert problem.trace.accesses[tick].unit == unit or problem.next_use(unit, tick) < inf
 
 
@@ -127,7 +127,7 @@ def test_nothing_is_fetched_for_use_after_the_step_that_updates_it(problem: Prob
 def test_no_lease_makes_room_for_one_that_is_needed_later(problem: Problem) -> None:
     evicted: list[int] = []
     for tick, kind, unit in before_step(problem, played(problem)):
-        if kind is Kind.EVICT:
+        if kind is Evict:
             evicted.append(unit)
             continue
         needed_in = 0 if problem.trace.accesses[tick].unit == unit else problem.next_use(unit, tick)
@@ -150,21 +150,21 @@ def test_what_is_used_later_does_not_overtake_what_waits_for_its_update() -> Non
     scheduler.end_step()
     operations = scheduler.take()
     for operation in operations:
-        if operation.kind is Kind.OUTDATE:
+        if isinstance(operation, Outdate):
             scheduler.reclaimed(operation, freed=True)
-    first, second = (operation for operation in operations if operation.kind is Kind.UPDATE)
+    first, second = (operation for operation in operations if isinstance(operation, Update))
     assert (first.unit, second.unit) == (0, 1)
     fetched = []
     for update in (second, first):
         end(scheduler, update)
-        fetched.append(units_of(Kind.FETCH, scheduler.take()))
+        fetched.append(units_of(Fetch, scheduler.take()))
     assert fetched == [[], [0, 1]]
 
 
 @settings(deadline=None)
 @given(problems(all_fit=True))
 def test_where_every_lease_fits_each_is_fetched_once_after_its_update(problem: Problem) -> None:
-    fetched = [unit for _, kind, unit in played(problem).moves if kind is Kind.FETCH]
+    fetched = [unit for _, kind, unit in played(problem).moves if kind is Fetch]
     used = {access.unit for access in problem.trace.accesses}
     assert len(fetched) == len(set(fetched))
     assert set(fetched) == problem.updated & used & set(problem.pages)
@@ -193,7 +193,7 @@ def lru_fetches(problem: Problem) -> int:
 @settings(deadline=None)
 @given(problems(widest=1))
 def test_prefetching_never_costs_more_fetches_than_least_recent_use_would(problem: Problem) -> None:
-    fetched = sum(kind is Kind.FETCH for _, kind, _ in played(problem).moves)
+    fetched = sum(kind is Fetch for _, kind, _ in played(problem).moves)
     assert fetched <= lru_fetches(problem)
 
 
@@ -217,7 +217,7 @@ def test_room_for_a_small_lease_costs_the_same_however_many_share_its_slab(monke
     for access in scheduler.trace.accesses[:-1]:
         if access.unit:
             scheduler.access(access)
-            windows += len(units_of(Kind.EVICT, end_all(scheduler)))
+            windows += len(units_of(Evict, end_all(scheduler)))
             scheduler.release(access.unit)
             end_all(scheduler)
     assert windows > 100

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.experts import Chosen
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.operations import Offload, Operation, SchedulePlan, Spill, UnitPlan, Update
 from pagoda.schedule.order import Order
 from pagoda.schedule.scheduler import Scheduler
 
@@ -30,8 +30,8 @@ def make(scheduler: Scheduler, unit: int, complete: bool = True) -> list[Operati
     return end_all(scheduler, updates=False)
 
 
-def kinds(operations: list[Operation]) -> list[tuple[Kind, int]]:
-    return [(op.kind, op.unit) for op in operations]
+def kinds(operations: list[Operation]) -> list[tuple[type[Operation], int]]:
+    return [(type(op), op.unit) for op in operations]
 
 
 def step(scheduler: Scheduler) -> list[Operation]:
@@ -44,24 +44,25 @@ def step(scheduler: Scheduler) -> list[Operation]:
 
 def test_a_complete_gradient_is_written_to_ssd_at_once_and_the_oldest_makes_room_first() -> None:
     of = scheduler(buffer_pages=1)
-    second, first, third, fourth = (make(of, unit) for unit in (1, 0, 2, 3))
-    for unit, operations in zip((1, 0, 2, 3), (second, first, third, fourth), strict=True):
-        assert kinds(operations) == [(Kind.OFFLOAD, unit), (Kind.SPILL, unit)]
-    assert [third[0].run, fourth[0].run] == [second[0].run, first[0].run]
+    runs = []
+    for unit in (1, 0, 2, 3):
+        assert kinds(make(of, unit)) == [(Offload, unit), (Spill, unit)]
+        runs.append(record.run if (record := of.gradient_of(unit)) else None)
+    assert runs[2:] == runs[:2]
 
 
 def test_an_incomplete_gradient_is_written_to_ssd_only_when_its_buffer_is_needed() -> None:
     of = scheduler(buffer_pages=1)
-    assert kinds(make(of, 4, complete=False)) == [(Kind.OFFLOAD, 4)]
-    assert kinds(make(of, 3, complete=False)) == [(Kind.OFFLOAD, 3)]
-    assert kinds(make(of, 2, complete=False)) == [(Kind.SPILL, 4), (Kind.OFFLOAD, 2)]
+    assert kinds(make(of, 4, complete=False)) == [(Offload, 4)]
+    assert kinds(make(of, 3, complete=False)) == [(Offload, 3)]
+    assert kinds(make(of, 2, complete=False)) == [(Spill, 4), (Offload, 2)]
 
 
 def test_a_gradient_that_is_used_before_others_need_its_buffer_does_not_come_back_from_ssd() -> None:
     of = scheduler(buffer_pages=1)
     for unit in (1, 0):
         make(of, unit)
-    assert kinds(step(of)) == [(Kind.UPDATE, 0), (Kind.UPDATE, 1)]
+    assert kinds(step(of)) == [(Update, 0), (Update, 1)]
 
 
 def test_without_ssd_a_gradient_waits_for_ever_where_no_buffer_is_complete() -> None:
@@ -81,10 +82,10 @@ def test_updates_come_in_the_order_in_which_forward_needs_them() -> None:
     for unit in reversed(UNITS):
         make(of, unit)
     first = step(of)
-    assert units_of(Kind.UPDATE, first) == [0, 1], "two at once, so that the ring of buffers never runs empty"
+    assert units_of(Update, first) == [0, 1], "two at once, so that the ring of buffers never runs empty"
     for op in first:
         end(of, op)
-    assert units_of(Kind.UPDATE, end_all(of)) == [2, 3, 4]
+    assert units_of(Update, end_all(of)) == [2, 3, 4]
 
 
 def test_the_update_that_compute_waits_for_comes_next() -> None:
@@ -95,7 +96,7 @@ def test_the_update_that_compute_waits_for_comes_next() -> None:
     of.access(Access(4, Phase.FORWARD))
     assert of.weights(4).await_update
     end(of, first)
-    assert units_of(Kind.UPDATE, of.take()) == [4]
+    assert units_of(Update, of.take()) == [4]
 
 
 def test_an_update_whose_gradient_has_not_arrived_does_not_hold_up_others() -> None:
@@ -103,10 +104,10 @@ def test_an_update_whose_gradient_has_not_arrived_does_not_hold_up_others() -> N
     of.gradient(4, complete=True, last=True)
     question, offload = of.take()
     of.reclaimed(question, freed=True)
-    assert units_of(Kind.UPDATE, of.take()) == []
-    assert units_of(Kind.UPDATE, make(of, 3)) == [3]
+    assert units_of(Update, of.take()) == []
+    assert units_of(Update, make(of, 3)) == [3]
     of.ended(offload)
-    assert units_of(Kind.UPDATE, of.take()) == [4]
+    assert units_of(Update, of.take()) == [4]
 
 
 # --- the trace ---------------------------------------------------------------------------------------------

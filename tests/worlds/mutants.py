@@ -68,7 +68,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            pass\n",
         ),
         "who waits is not told that a gradient cannot be read back": (
-            "        elif operation.kind is Kind.RELOAD:\n            self._note_drive_error(error)\n",
+            "        elif isinstance(operation, Reload):\n            self._note_drive_error(error)\n",
             "",
         ),
         "a checkpoint waits for an update that waits for a drive": (
@@ -160,7 +160,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "piece, issued)",
         ),
         "a gradient that was read back is looked for where it was": (
-            "            self._place(operation.gradient.payload, operation)\n",
+            "            self._place(operation.gradient)\n",
             "            pass\n",
         ),
         "norms are read before gradients have arrived": (

@@ -225,7 +225,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if self._leases.uses(asked.unit) or",
         ),
         "what is due early is not said": (
-            "            self._issue(Operation(Kind.KEEP, asked.unit, gradient=update.record))\n",
+            "            self._issue(Request(asked.unit, update.record))\n",
             "",
         ),
         "an update begins before its gradients have arrived": (
@@ -304,7 +304,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
         "what waits for the checkpoint is forgotten": (
             "        self.updates.retry(operation.unit)\n",
-            "        if operation.kind is not Kind.SAVE:\n            self.updates.retry(operation.unit)\n",
+            "        if not isinstance(operation, Save):\n            self.updates.retry(operation.unit)\n",
         ),
     },
     checkpoints: {

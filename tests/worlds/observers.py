@@ -11,8 +11,28 @@ from typing import Any, ClassVar
 
 from pagoda.memory.page import PageRun
 from pagoda.plan.trace import Access
+from pagoda.schedule import operations
 from pagoda.schedule.event_log import EVENTS
-from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.operations import (
+    Adopt,
+    Ask,
+    Confirm,
+    Evict,
+    Fetch,
+    Free,
+    GradientMove,
+    Offload,
+    Operation,
+    Question,
+    ReadAhead as ReadAheadOp,
+    Reload,
+    Request,
+    Save,
+    SchedulePlan,
+    Share,
+    Spill,
+    Update,
+)
 from pagoda.schedule.records import GradientRecord, Lease
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.updates import MOST_ADMITTED
@@ -20,14 +40,15 @@ from pagoda.schedule.updates import MOST_ADMITTED
 Require = Callable[[bool, str], None]
 Key = tuple[int, int]
 """A gradient: its unit and step."""
+KINDS = [each for each in vars(operations).values() if isinstance(each, type) and issubclass(each, Operation)]
 TORN = -1
 """The version of what is being written."""
 
 
 class Observed(Scheduler):
     """The scheduler of a world. A method of an observer that has an event's name gets the event before the scheduler
-    does; `after_NAME` gets it afterwards, `on_read` a unit that compute may read from then on, and `on_KIND` each
-    operation of that kind that has been issued meanwhile."""
+    does; `after_NAME` gets it afterwards, `on_read` a unit that compute may read from then on, and `on_CLASS` each
+    operation of that class that has been issued meanwhile."""
 
     def __init__(self, plan: SchedulePlan, require: Require, fetches_of_ranks: list[tuple[Any, ...]]) -> None:
         """`fetches_of_ranks`: what any rank has fetched, in order."""
@@ -44,7 +65,7 @@ class Observed(Scheduler):
         for name in EVENTS:
             before, after = self._methods(name), self._methods(f"after_{name}")
             setattr(self, name, partial(self._observe, name, getattr(self, name), before, after))
-        self._on = {kind: self._methods(f"on_{kind}") for kind in Kind}
+        self._on = {kind: self._methods(f"on_{kind.__name__.lower()}") for kind in KINDS}
         self._on_read = self._methods("on_read")
 
     def _methods(self, name: str) -> list[Callable[..., None]]:
@@ -60,7 +81,7 @@ class Observed(Scheduler):
             for method in self._on_read:
                 method(unit)
         for operation in self._out[issued:]:
-            for method in self._on[operation.kind]:
+            for method in self._on[type(operation)]:
                 method(operation)
         for method in after:
             method(*arguments, **settings)
@@ -171,74 +192,75 @@ class Facts(Observer):
 
     # --- updates ---
 
-    def on_update(self, op: Operation) -> None:
+    def on_update(self, op: Update) -> None:
         unit, require = op.unit, self.require
         require(unit not in self.writer, f"UPDATE of unit {unit} during another one")
         before = self.newest[unit]
         require(before == op.version - 1, f"UPDATE of unit {unit} from version {before} to {op.version}")
         others = [each for each in self.writer.values() if self._shares_updater(each, unit)]
         require(len(others) < MOST_ADMITTED, f"{len(others) + 1} updates in one lane")
-        key = key_of(gradient_of(op))
+        key = key_of(op.update.record)
         require(self.arrived[key] == self.made[key], f"UPDATE before the gradient {key} has arrived")
-        undoable = op.about.speculative
+        undoable = op.update.speculative
         require(not undoable or key in self.open, f"UPDATE with {key} may be undone, but it is asked for")
         require(undoable or key in self.asked, f"UPDATE with {key}, which nobody has asked for")
         require(key not in self.useless | self.lost, f"UPDATE with {key}, which was lost, dropped or applied")
         if undoable:
-            self.undoable.add(op.about)
+            self.undoable.add(op.update)
         else:
             self.asked.discard(key)
         self.writer[unit] = op
 
-    def _shares_updater(self, op: Operation, unit: int) -> bool:
+    def _shares_updater(self, op: Update, unit: int) -> bool:
         return self.units[op.unit].updater == self.units[unit].updater
 
-    def on_keep(self, op: Operation) -> None:
-        key = key_of(gradient_of(op))
-        if op.about is None:
-            self.require(self.plan.during_backward and key in self.open, f"an update with {key} is final too early")
-            self.open.discard(key)
-            self.asked.add(key)
-            self.due[op.unit] += 1
-            return
-        self.require(key in self.asked, f"KEEP of an update with {key}, which nobody has asked for")
-        self.undoable.discard(op.about)
+    def on_request(self, op: Request) -> None:
+        key = key_of(op.gradient)
+        self.require(self.plan.during_backward and key in self.open, f"an update with {key} is final too early")
+        self.open.discard(key)
+        self.asked.add(key)
+        self.due[op.unit] += 1
+
+    def on_confirm(self, op: Confirm) -> None:
+        key = key_of(op.update.record)
+        self.require(key in self.asked, f"an update with {key} is confirmed, which nobody has asked for")
+        self.undoable.discard(op.update)
         self.asked.discard(key)
-        if op.about.has_read:
+        if op.update.has_read:
             self.useless.add(key)
-        if op.about.has_written:
+        if op.update.has_written:
             self.newest[op.unit] += 1
 
-    def gradient_used(self, op: Operation) -> None:
+    def gradient_used(self, op: Update) -> None:
         if self.is_final(op):
-            self.useless.add(key_of(gradient_of(op)))
+            self.useless.add(key_of(op.update.record))
 
-    def is_final(self, op: Operation) -> bool:
+    def is_final(self, op: Update) -> bool:
         """Whether nothing undoes an UPDATE."""
-        return op.about not in self.undoable
+        return op.update not in self.undoable
 
-    def weights_written(self, op: Operation) -> None:
+    def weights_written(self, op: Update) -> None:
         if self.is_final(op):
             self.newest[op.unit] = op.version
 
     def ended(self, op: Operation) -> None:
-        if op.kind is Kind.OFFLOAD:
-            self.arrived[key_of(gradient_of(op))] += 1
+        if isinstance(op, Offload):
+            self.arrived[key_of(op.gradient)] += 1
         self._over(op)
 
     def failed(self, op: Operation) -> None:
-        if op.kind is Kind.OFFLOAD:
-            self.lost.add(key_of(gradient_of(op)))
+        if isinstance(op, Offload):
+            self.lost.add(key_of(op.gradient))
         self._over(op)
 
-    def refused(self, op: Operation) -> None:
+    def refused(self, op: Update) -> None:
         if self.is_final(op):
             self.due[op.unit] -= 1
-            self.useless.add(key_of(gradient_of(op)))
+            self.useless.add(key_of(op.update.record))
         self._over(op)
 
     def _over(self, op: Operation) -> None:
-        if op.kind is Kind.UPDATE:
+        if isinstance(op, Update):
             del self.writer[op.unit]
 
     def restored(self, lags: Sequence[int] = ()) -> None:
@@ -256,12 +278,6 @@ class Facts(Observer):
         self.require(not self.asked and not self.writer, f"the gradients {sorted(self.asked)} are not applied")
 
 
-def gradient_of(op: Operation) -> GradientRecord:
-    """The gradient that an operation moves or applies."""
-    assert op.gradient is not None
-    return op.gradient
-
-
 def key_of(record: GradientRecord) -> Key:
     return record.unit, record.step
 
@@ -276,21 +292,21 @@ class Frames(Observer):
         self.ending: set[Lease] = set()
         """Leases that may have references."""
 
-    def on_fetch(self, op: Operation) -> None:
-        for frame in span(op.run):
+    def on_fetch(self, op: Fetch) -> None:
+        for frame in span(op.lease.run):
             self.require(frame not in self.owners, f"frame {frame} has two leases, the second one of unit {op.unit}")
-            self.owners[frame] = op.about
+            self.owners[frame] = op.lease
 
-    def issued(self, op: Operation) -> None:
-        self.filled.add(op.about)
+    def issued(self, op: Fetch) -> None:
+        self.filled.add(op.lease)
 
     def ended(self, op: Operation) -> None:
-        if op.kind is Kind.FETCH:
-            self.filled.add(op.about)
+        if isinstance(op, Fetch):
+            self.filled.add(op.lease)
 
     def failed(self, op: Operation) -> None:
-        if op.kind is Kind.FETCH:
-            self.failed_to_fill.add(op.about)
+        if isinstance(op, Fetch):
+            self.failed_to_fill.add(op.lease)
 
     def on_read(self, unit: int) -> None:
         if self.units[unit].lease_frames:
@@ -298,23 +314,23 @@ class Frames(Observer):
                 self.scheduler.lease(unit) in self.filled, f"compute reads unit {unit}, whose lease is not filled"
             )
 
-    def on_evict(self, op: Operation) -> None:
+    def on_evict(self, op: Evict) -> None:
         self.require(not self.facts.reads[op.unit], f"unit {op.unit} is evicted while it is used")
-        self.ending.add(op.about)
+        self.ending.add(op.lease)
 
     on_outdate = on_evict
 
-    def reclaimed(self, op: Operation, freed: bool) -> None:
+    def reclaimed(self, op: Question, freed: bool) -> None:
         if freed:
             self.let_go(op)
 
-    def let_go(self, op: Operation) -> None:
-        if op.kind is Kind.ASK:
+    def let_go(self, op: Question) -> None:
+        if isinstance(op, Ask):
             return
-        filled = op.about in self.filled | self.failed_to_fill or self.plan.ranks_fetch_alike
+        filled = op.lease in self.filled | self.failed_to_fill or self.plan.ranks_fetch_alike
         self.require(filled, f"the frames of unit {op.unit} are free before they are filled")
-        self.ending.remove(op.about)
-        for frame in span(op.run):
+        self.ending.remove(op.lease)
+        for frame in span(op.lease.run):
             del self.owners[frame]
 
     def at_end(self) -> None:
@@ -385,19 +401,21 @@ class Versions(Observer):
 
     # --- compute and other ranks ---
 
-    def on_fetch(self, op: Operation) -> None:
+    def on_fetch(self, op: Fetch) -> None:
         unit = op.unit
         incomplete = any(unit == shared for shared in self.sharing.values())
         self.fetches[op] = None
-        if op.gradient is not None:
+        if op.awaited is not None:
             self.require(self.plan.ranks_fetch_alike, f"FETCH of unit {unit} before its update has ended")
             return
         held = self._weights(unit)
-        self.require(held == op.version, f"FETCH of version {op.version} of unit {unit}, whose home has {held}")
+        self.require(
+            held == op.lease.version, f"FETCH of version {op.lease.version} of unit {unit}, whose home has {held}"
+        )
         self.require(not incomplete, f"FETCH of unit {unit}, of which other ranks have a part")
         self.fetches[op] = self.read[unit]
 
-    def on_adopt(self, op: Operation) -> None:
+    def on_adopt(self, op: Adopt) -> None:
         (run,) = self._runs(op.unit, (op.run,))
         held = self.held.get(run)
         right = held == op.version or self.scheduler.event == "replaced"
@@ -410,7 +428,7 @@ class Versions(Observer):
             held = self.held.get(self._runs(unit, (weights.read,))[0])
             self.require(held == weights.version, f"compute reads version {held} of unit {unit}, not {weights.version}")
 
-    def on_share(self, op: Operation) -> None:
+    def on_share(self, op: Share) -> None:
         self.require(self.units[op.unit].shared, f"SHARE of unit {op.unit}, which this rank has alone")
         self.sharing[op] = op.unit
 
@@ -422,15 +440,15 @@ class Versions(Observer):
 
     # --- updates ---
 
-    def on_update(self, op: Operation) -> None:
+    def on_update(self, op: Update) -> None:
         unit, require, asynchronous = op.unit, self.require, self.plan.asynchronous
-        runs = self._runs(unit, op.runs)
-        require(not (op.about.speculative and self.under_way), "an UPDATE takes room that a checkpoint needs")
+        runs = self._runs(unit, op.update.runs)
+        require(not (op.update.speculative and self.under_way), "an UPDATE takes room that a checkpoint needs")
         require(asynchronous or not self.lent[unit], f"UPDATE of unit {unit}, which another rank reads")
         for fetch in self.fetches:
-            over = fetch.unit == unit and fetch.version < op.version and not asynchronous
-            require(not over, f"UPDATE of unit {unit}, whose version {fetch.version} is being fetched")
-        others = [each for each, shared in self.sharing.items() if shared == unit and each.about is not op.about]
+            over = fetch.unit == unit and fetch.lease.version < op.version and not asynchronous
+            require(not over, f"UPDATE of unit {unit}, whose version {fetch.lease.version} is being fetched")
+        others = [each for each, shared in self.sharing.items() if shared == unit and each.update is not op.update]
         require(not others, f"UPDATE of unit {unit}, of which other ranks have yet to send the one before")
         read = self.facts.reads[unit] and not self.units[unit].lease_frames
         self.before[op] = []
@@ -440,7 +458,7 @@ class Versions(Observer):
                     self._take(run, TORN)
                 self.before[op].append(TORN)
                 continue
-            require(not op.about.speculative, f"UPDATE of unit {unit} in place, which may be undone")
+            require(not op.update.speculative, f"UPDATE of unit {unit} in place, which may be undone")
             seen = run == self.read[unit] and (asynchronous or read)
             require(not seen, f"UPDATE of unit {unit}, which compute reads")
             require(self.wanted.get(unit) != op.version - 1, f"UPDATE of unit {unit}, which a checkpoint needs")
@@ -450,22 +468,22 @@ class Versions(Observer):
         room = unit not in self.in_place or self.wanted.get(unit) != op.version - 1 or not both
         require(room, f"UPDATE of unit {unit}, of which SSD has no room for another version")
 
-    def weights_written(self, op: Operation) -> None:
-        runs = self._runs(op.unit, op.runs)
+    def weights_written(self, op: Update) -> None:
+        runs = self._runs(op.unit, op.update.runs)
         if runs and runs[0][2]:
             self.held[runs[0]] = op.version
         if self.facts.is_final(op):
             self.newest[op.unit] = runs
 
-    def on_keep(self, op: Operation) -> None:
-        if op.about is not None and op.about.has_written:
-            self.newest[op.unit] = self._runs(op.unit, op.about.runs)
+    def on_confirm(self, op: Confirm) -> None:
+        if op.update.has_written:
+            self.newest[op.unit] = self._runs(op.unit, op.update.runs)
 
-    def on_free(self, op: Operation) -> None:
-        unit, state = op.unit, op.home
+    def on_free(self, op: Free) -> None:
+        unit, state = op.unit, op.state
         run = (self.units[unit].states[state][0], op.run.start, op.run.count)
         needed = run in self.newest[unit] or run == self.read[unit] or run in self.fetches.values()
-        writing = any(run in self._runs(unit, each.runs) for each in self.before if each.unit == unit)
+        writing = any(run in self._runs(unit, each.update.runs) for each in self.before if each.unit == unit)
         saving = any(run in runs for runs in self.saves.values())
         awaited = self.held[run] == self.wanted.get(unit) and self.held[run] != TORN and run in self.kept(unit)
         self.require(not (needed or writing or saving or awaited), f"the run {run} of unit {unit} is free too early")
@@ -478,27 +496,27 @@ class Versions(Observer):
         saving = self.scheduler.checkpoint._units[unit].runs
         return [] if saving is None else self._runs(unit, saving)
 
-    def refused(self, op: Operation) -> None:
-        for run, held in zip(self._runs(op.unit, op.runs), self.before.pop(op), strict=True):
+    def refused(self, op: Update) -> None:
+        for run, held in zip(self._runs(op.unit, op.update.runs), self.before.pop(op), strict=True):
             if held != TORN:
                 self.held[run] = held
 
     def ended(self, op: Operation) -> None:
         self.fetches.pop(op, None)
         self.sharing.pop(op, None)
-        if op.kind is Kind.UPDATE:
+        if isinstance(op, Update):
             del self.before[op]
-            for run in self._runs(op.unit, op.runs):
+            for run in self._runs(op.unit, op.update.runs):
                 if run[2]:
                     self.held[run] = op.version
-        elif op.kind is Kind.SAVE:
+        elif isinstance(op, Save):
             del self.wanted[op.unit], self.saves[op]
 
     def failed(self, op: Operation) -> None:
         self.fetches.pop(op, None)
         self.sharing.pop(op, None)
         self.before.pop(op, None)
-        if op.kind is Kind.SAVE:
+        if isinstance(op, Save):
             del self.wanted[op.unit], self.saves[op]
 
     # --- checkpoints ---
@@ -511,7 +529,7 @@ class Versions(Observer):
     def end_checkpoint(self) -> None:
         self.under_way = False
 
-    def on_save(self, op: Operation) -> None:
+    def on_save(self, op: Save) -> None:
         unit, wanted = op.unit, self.wanted.get(op.unit)
         self.require(op.version == wanted, f"SAVE of version {op.version} of unit {unit}, not {wanted}")
         runs = self._runs(unit, op.runs)
@@ -520,7 +538,7 @@ class Versions(Observer):
             self.require(held == wanted, f"SAVE of unit {unit} reads version {held}, not {wanted}")
         self.saves[op] = [run for run in runs if run[2]]
 
-    def after_refused(self, op: Operation) -> None:
+    def after_refused(self, op: Update) -> None:
         if self.facts.is_final(op) and self.wanted.get(op.unit, 0) > self.facts.newest[op.unit]:
             self.wanted[op.unit] -= 1
 
@@ -570,14 +588,14 @@ class Buffers(Observer):
         self.spilled: dict[GradientRecord, int] = {}
         """Gradient -> how many of its parts SSD has."""
 
-    def on_offload(self, op: Operation) -> None:
-        record = gradient_of(op)
-        self._check_at_rest(op, but=Kind.OFFLOAD)
-        self._take(op, record)
+    def on_offload(self, op: Offload) -> None:
+        record = op.gradient
+        self._check_at_rest(op, but=Offload)
+        self._take(record)
         self.moving[op] = record
 
-    def on_spill(self, op: Operation) -> None:
-        record = gradient_of(op)
+    def on_spill(self, op: Spill) -> None:
+        record = op.gradient
         self.require(self.plan.spills, "SPILL where SSD has no room")
         needed = key_of(record) not in self.facts.useless
         self.require(needed, f"SPILL of the gradient {key_of(record)}, which nobody needs")
@@ -585,43 +603,44 @@ class Buffers(Observer):
         self._check_there(record)
         self.moving[op] = record
 
-    def on_reload(self, op: Operation) -> None:
-        record = gradient_of(op)
+    def on_reload(self, op: Reload) -> None:
+        record = op.gradient
         self._check_at_rest(op)
         self.require(self._is_on_ssd(record), f"RELOAD of the gradient {key_of(record)}, which SSD does not have")
-        self._take(op, record)
+        self._take(record)
         self.moving[op] = record
 
-    def on_update(self, op: Operation) -> None:
-        record = gradient_of(op)
+    def on_update(self, op: Update) -> None:
+        record = op.update.record
         self._check_there(record)
-        moved = [each.kind for each, of in self.moving.items() if of is record]
+        moved = [type(each).__name__ for each, of in self.moving.items() if of is record]
         self.require(not moved, f"UPDATE with the gradient {key_of(record)} during {moved}")
         self.read_by[op] = record
 
-    def gradient_used(self, op: Operation) -> None:
+    def gradient_used(self, op: Update) -> None:
         del self.read_by[op]
 
     def ended(self, op: Operation) -> None:
         record = self.moving.pop(op, None)
-        if op.kind is Kind.SPILL:
+        if isinstance(op, Spill):
             self.spilled[record] = self.facts.arrived[key_of(record)]
 
     def failed(self, op: Operation) -> None:
         self.moving.pop(op, None)
         self.read_by.pop(op, None)
 
-    def refused(self, op: Operation) -> None:
+    def refused(self, op: Update) -> None:
         self.read_by.pop(op, None)
 
-    def _check_at_rest(self, op: Operation, but: Kind | None = None) -> None:
-        record = gradient_of(op)
+    def _check_at_rest(self, op: GradientMove, but: type[Operation] | None = None) -> None:
+        record = op.gradient
         self.require(
-            not self._is_busy(record, but), f"{op.kind} of the gradient {key_of(record)}, which is moved or read"
+            not self._is_busy(record, but),
+            f"{type(op).__name__} of the gradient {key_of(record)}, which is moved or read",
         )
 
-    def _is_busy(self, record: GradientRecord, but: Kind | None = None) -> bool:
-        moved = any(of is record and op.kind is not but for op, of in self.moving.items())
+    def _is_busy(self, record: GradientRecord, but: type[Operation] | None = None) -> bool:
+        moved = any(of is record and type(op) is not but for op, of in self.moving.items())
         return moved or record in self.read_by.values()
 
     def _is_on_ssd(self, record: GradientRecord) -> bool:
@@ -632,23 +651,25 @@ class Buffers(Observer):
         there = all(self.pages.get(page) is record for page in span(self.place.get(record)))
         self.require(there, f"the gradient {key_of(record)} is not in its buffer")
 
-    def _take(self, op: Operation, record: GradientRecord) -> None:
+    def _take(self, record: GradientRecord) -> None:
         """A gradient takes a place. The one that was there must be on SSD, or not needed any more."""
-        if op.run is None:
-            self.require(op.home < self.plan.gradient_homes, f"unit {op.unit} has no home {op.home} for gradients")
-            self._replace(self.homes.get((op.unit, op.home)), record)
-            self.homes[op.unit, op.home] = record
+        unit, home, run = record.unit, record.home, record.run
+        if run is None:
+            assert home is not None
+            self.require(home < self.plan.gradient_homes, f"unit {unit} has no home {home} for gradients")
+            self._replace(self.homes.get((unit, home)), record)
+            self.homes[unit, home] = record
             homes = sum(each is record for each in self.homes.values())
             self.require(homes == 1, f"the gradient {key_of(record)} has {homes} homes")
             return
-        if self.place.get(record) != op.run:
+        if self.place.get(record) != run:
             for page in span(self.place.get(record)):
                 if self.pages.get(page) is record:
                     del self.pages[page]
-        for page in span(op.run):
+        for page in span(run):
             self._replace(self.pages.get(page), record)
             self.pages[page] = record
-        self.place[record] = op.run
+        self.place[record] = run
 
     def _replace(self, before: GradientRecord | None, record: GradientRecord) -> None:
         if before is not None and before is not record:
@@ -684,7 +705,7 @@ class ReadAhead(Observer):
     def restored(self, *_: Any) -> None:
         self.ahead.clear()  # what was read has been dropped: nothing may be under way while states are replaced
 
-    def on_read_ahead(self, op: Operation) -> None:
+    def on_readahead(self, op: ReadAheadOp) -> None:
         unit, facts = op.unit, self.facts
         self.require(not self.at_rest, "READ_AHEAD while the program may write states")
         self.require(self.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
@@ -695,7 +716,7 @@ class ReadAhead(Observer):
         self.require(not undoable, f"READ_AHEAD of unit {unit}, whose update may be undone")
         self.ahead[self.units[unit].updater] = unit, facts.newest[unit], facts.edition[unit]
 
-    def on_update(self, op: Operation) -> None:
+    def on_update(self, op: Update) -> None:
         unit = op.unit
         ahead = self.ahead.pop(self.units[unit].updater, None)
         now = op.version - 1, self.facts.edition[unit]
@@ -751,11 +772,11 @@ class Agreement(Observer):
     )
     """Events that a rank has by itself."""
 
-    def on_fetch(self, op: Operation) -> None:
+    def on_fetch(self, op: Fetch) -> None:
         alone = self.scheduler.event in self.ALONE
         if self.plan.ranks_fetch_alike:
             self.require(not alone, f"{self.scheduler.event} starts a fetch, which other ranks have elsewhere")
-            self._compare((op.unit, op.run, op.version))
+            self._compare((op.unit, op.lease.run, op.lease.version))
 
     def _compare(self, fetch: tuple[Any, ...]) -> None:
         if self.scheduler.apart:
