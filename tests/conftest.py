@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,3 +104,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_lane_is_left() -> Iterator[None]:
+    """The test that leaves a thread of a lane behind fails, and not a later one that looks for threads."""
+    before = _lanes()
+    yield
+    if _lanes() - before:
+        gc.collect()
+        assert _lanes() <= before, "a lane was not closed"
+
+
+def _lanes() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("pagoda-")}

@@ -151,6 +151,8 @@ def _use(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if (marked := vars(root).get(MARKED)) is not None:
             return marked.call(func, name, args, kwargs)
     homes = [vars(root).get(HOME) for root in map(root_of, hidden_in((args, kwargs)))]
+    if not homes:  # a forward in another thread shows the weights since the function was called
+        return func(*args, **kwargs)
     if None in homes:
         raise UsageError(
             f"{name}() was called on {name_of(hidden_in((args, kwargs))[0])!r}, whose layer is cut into tiles. Use the "
@@ -179,7 +181,10 @@ def views_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
     Raises ValueError if it has several, and RuntimeError if placeholders have no such view.
     """
-    (of,) = hidden_in(args[:1] if getattr(func, "__name__", "") in READS_FIRST else (args, kwargs))
+    hidden = hidden_in(args[:1] if getattr(func, "__name__", "") in READS_FIRST else (args, kwargs))
+    if not hidden:  # as in `_use`
+        return tree_leaves(func(*args, **kwargs))
+    (of,) = hidden
     with as_plain():
         views = tree_leaves(func(*args, **kwargs))
     for index, view in enumerate(views):

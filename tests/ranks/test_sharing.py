@@ -81,10 +81,12 @@ def test_frozen_weights_move_with_a_unit_of_which_a_rank_updates_nothing(tmp_pat
     extents = Extents(store.named(0, read), store.named(0, moved))
     unit: Any = SimpleNamespace(index=0, spec=plan.units[0])
     gradient: Any = SimpleNamespace(unit=unit, non_finite=lambda: None)
-    stream = open_update_stream(store, {"update": Lane("update")}, AdamW(), Device())
+    lane = Lane("update")
+    stream = open_update_stream(store, {"update": lane}, AdamW(), Device())
     update = RunningUpdate(gradient, (), extents, Handle(), Handle(), lambda: None)
     stream.submit(update)
     assert update.written.succeeded
     assert torch.equal(store.tensor(0, WEIGHT, extents.write[WEIGHT])[1024:1536], frozen)
     stream.close()
+    lane.close()
     store.close()

@@ -13,6 +13,7 @@ from torch import nn
 from zoo import ALL_ON_SSD, squeeze
 
 import pagoda
+from pagoda.parameters.hidden import hidden_class, views_of
 
 from .conftest import Wrap
 from .loops import assert_same_state, backward, inputs, layers
@@ -194,3 +195,11 @@ def test_what_another_thread_reads_changes_no_bit_of_training(name: str, wrap: W
     alone = wrap(layers(6), pagoda.Memory(host="64MiB"), precision="fp32")
     assert losses == steps(*alone, lambda taken: taken < len(losses))
     assert_same_state(read, alone)
+
+
+@pytest.mark.parametrize("func", [torch.Tensor.clone, torch.Tensor.detach])
+def test_what_another_threads_forward_shows_since_a_function_was_called_is_read_as_it_is(func: Any) -> None:
+    """The class of a parameter changes between the call and what looks for hidden tensors in its arguments."""
+    shown = nn.Parameter(torch.randn(3))
+    assert torch.equal(hidden_class(nn.Parameter).__torch_function__(func, (), (shown,)), shown)
+    assert torch.equal(views_of(func, (shown,), {})[0], shown)
