@@ -20,13 +20,13 @@ from pagoda.config.training import Precision
 from pagoda.models import build_model
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE
+from pagoda.plan.tiers import LaneName
 from pagoda.plan.trace import Phase
 from pagoda.plan.units import UnitSpec
 from pagoda.prepare.construct import describe
-from pagoda.simulate.rates import DEVICE_UPDATE, UPDATE, Rates
+from pagoda.simulate.rates import Rates
 from pagoda.simulate.simulation import Simulation
-from pagoda.simulate.timeline import COMPUTE, Timeline, TimelineSpan
+from pagoda.simulate.timeline import Timeline, TimelineSpan
 from predict import PLACEMENTS, SEQ_LEN, Case, Trainer, budgets
 from script import begin
 
@@ -40,7 +40,7 @@ def replay(plan: Plan, recorded: Timeline) -> Timeline:
 
     Raises ValueError if the recorded step has other accesses than the plan's trace.
     """
-    spans = sorted((span for span in recorded.spans if span.lane == COMPUTE), key=lambda span: span.start_s)
+    spans = sorted((span for span in recorded.spans if span.lane == LaneName.COMPUTE), key=lambda span: span.start_s)
     found = [
         (name, sum(span.end_s - span.start_s for span in of_name))
         for name, of_name in groupby(spans, lambda span: span.name)
@@ -63,28 +63,30 @@ class RecordedRates(Rates):
         moved = recorded.bytes_moved
         self._s_per_byte = {lane: busy_s[lane] / moved[lane] if moved[lane] else 0.0 for lane in lanes}
         on_device = plan.placement.on_device
-        parameters = {UPDATE: 0, DEVICE_UPDATE: 0}
+        parameters = {LaneName.UPDATE: 0, LaneName.DEVICE_UPDATE: 0}
         for unit in plan.units:
-            parameters[DEVICE_UPDATE if unit.index in on_device else UPDATE] += plan.layout.updated_elements(unit)
+            parameters[LaneName.DEVICE_UPDATE if unit.index in on_device else LaneName.UPDATE] += (
+                plan.layout.updated_elements(unit)
+            )
         self._s_per_parameter = {lane: busy_s.get(lane, 0.0) / (count or 1) for lane, count in parameters.items()}
 
     def seconds(self, lane: str, nbytes: int) -> float:
         return nbytes * self._s_per_byte.get(lane, 0.0)
 
     def ring_seconds(self, sent: int, group: int) -> float:
-        return self.seconds(COLLECTIVE, sent)
+        return self.seconds(LaneName.COLLECTIVE, sent)
 
     def merge_seconds(self, sent: int) -> float:
-        return self.seconds(COLLECTIVE, sent)
+        return self.seconds(LaneName.COLLECTIVE, sent)
 
     def exchange_seconds(self, exchange: Exchange) -> float:
-        return self.seconds(COLLECTIVE, exchange.sent)
+        return self.seconds(LaneName.COLLECTIVE, exchange.sent)
 
     def update_seconds(self, unit: UnitSpec, parameters: int) -> float:
-        return parameters * self._s_per_parameter[UPDATE]
+        return parameters * self._s_per_parameter[LaneName.UPDATE]
 
     def device_update_seconds(self, unit: UnitSpec, parameters: int, blocks: int) -> float:
-        return parameters * self._s_per_parameter[DEVICE_UPDATE]
+        return parameters * self._s_per_parameter[LaneName.DEVICE_UPDATE]
 
     def adding_seconds(self, touched: int) -> float:
         return 0.0  # recorded with the bytes that arrive

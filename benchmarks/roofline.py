@@ -47,10 +47,11 @@ from pagoda.forecast.flops import forward_flops, weightless
 from pagoda.memory.arena import Arena
 from pagoda.memory.ssd.xxh3 import hashes_of
 from pagoda.plan.layout import BLOCK_ELEMENTS
+from pagoda.plan.tiers import LaneName
 from pagoda.plan.units import is_within, layers_of
 from pagoda.prepare.construct import describe
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
-from pagoda.simulate.timeline import COMPUTE, Timeline
+from pagoda.simulate.timeline import Timeline
 from peer_suite.systems import SYSTEMS
 from step_time import PAGE, raw_bandwidth, raw_streams
 from training import Paged, Plain, Workload
@@ -165,12 +166,12 @@ def bounds_of(work: Work, raw: Raw, moved: Mapping[str, int]) -> dict[str, float
 
 def lost_in(step: Timeline, work: Work, raw: Raw, plain_passes_s: float, plain_s: float) -> dict[str, float]:
     """Where the seconds of a step are that plain PyTorch does not take, and what else takes cores meanwhile."""
-    compute = [span for span in step.spans if span.lane == COMPUTE]
+    compute = [span for span in step.spans if span.lane == LaneName.COMPUTE]
     in_step = sum(span.end_s - span.start_s for span in compute if span.name == STEP)
     passes = sum(span.end_s - span.start_s for span in compute) - in_step
     hashed = step.bytes_moved.get("ssd_read", 0) + step.bytes_moved.get("ssd_write", 0)
     updates = covered(step, ("update",))
-    others = covered(step, (COMPUTE, "ssd_read", "ssd_write"))
+    others = covered(step, (LaneName.COMPUTE, "ssd_read", "ssd_write"))
     return {
         **{f"waits for {lane}": seconds for lane, seconds in step.stall_s.items() if seconds > 0},
         "forward and backward, above plain PyTorch": passes - plain_passes_s,

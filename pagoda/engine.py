@@ -32,7 +32,7 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.placement import LEASES, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.second_placement import Needs, SecondPlacement
-from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST, LANES, SSD, update_threads
+from pagoda.plan.tiers import DEVICE, HOST, LANES, SSD, LaneName, update_threads
 from pagoda.process import forks
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.gathering import Gathering
@@ -108,7 +108,7 @@ class Engine:
         """The last recorded step."""
         self.links = links
         mesh = links.mesh
-        self._meter = StepMeter(LANES if links.ranks is None else (*LANES, COLLECTIVE))
+        self._meter = StepMeter(LANES if links.ranks is None else (*LANES, LaneName.COLLECTIVE))
         self._step = 0
         self._speculations = 0, 0
         """Number of updates before `step()` that were kept and that were undone, up to the last step."""
@@ -137,13 +137,13 @@ class Engine:
         """The current plan."""
         self._follow_trace()
         executor = self._executor = Executor(
-            self.scheduler, store, units, leases, gradients, updates, lanes["update"], device, gathering.share
+            self.scheduler, store, units, leases, gradients, updates, lanes[LaneName.UPDATE], device, gathering.share
         )
         self.damage = executor.damage
         accesses = self.accesses = Accesses(self, plan, executor, leases, device, self._meter, collectives)
         group: RankGroup | OneRank = one
         if not isinstance(gathering, OneRank):
-            group = RankGroup(gathering, store, units, gradients, device, lanes["d2h"], executor, accesses.tell)
+            group = RankGroup(gathering, store, units, gradients, device, lanes[LaneName.D2H], executor, accesses.tell)
         self.rank_group = group
         self.graphs = GraphMemory(leases, accesses, store, lanes, device)
         self.graphs.packing.register(units)
@@ -374,7 +374,7 @@ class Engine:
         are.
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
-        self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, "update")
+        self.accesses.wait(lambda: self.scheduler.checkpoint_prepared, LaneName.UPDATE)
         if self.plan.options.asynchronous:
             self.drain(show=False)
 
@@ -450,7 +450,7 @@ class Engine:
         transport.connect(self.device.torch_device)
         shards, report = self.store.shards, self._meter.worked
         collectives = Collectives(mesh, transport, shards, self.device, self.units, self.scheduler, report)
-        self._lanes[COLLECTIVE] = collectives.lane
+        self._lanes[LaneName.COLLECTIVE] = collectives.lane
         return collectives
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
@@ -486,7 +486,7 @@ class Engine:
     def peak_bytes(self) -> dict[str, int]:
         """tier -> most bytes of pages in use at once, to compare with `Plan.peak_bytes`."""
         page, scheduler = self.plan.page_bytes, self.scheduler
-        peaks = {HOST: self.store.host_bytes + scheduler.usage.most_pages * page}
+        peaks: dict[str, int] = {HOST: self.store.host_bytes + scheduler.usage.most_pages * page}
         if (tier := self.plan.lease_tier) is not None:
             peaks[tier] = peaks.get(tier, 0) + scheduler.usage.most_frames * page
         if self.store.device is not None:

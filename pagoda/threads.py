@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ in which the collector runs."""
 class Threads:
     """All threads of an engine. Neither they nor the objects that they use keep the engine alive."""
 
-    lanes: Mapping[str, Lane]
+    lanes: dict[str, Lane]
     updates: UpdateStream
     saver: Saver
     rank_group: RankGroup | OneRank
@@ -37,8 +36,8 @@ class Threads:
         for lane in self.lanes.values():
             stack.callback(lane.clear)
         # The stack calls these last to first: a lane is closed before the lanes that it feeds.
-        for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
-            stack.callback(self.lanes[name].close)
+        for lane in reversed(self.lanes.values()):
+            stack.callback(lane.close)
         stack.callback(self.updates.close)
         stack.callback(self.rank_group.close)
         stack.callback(self.saver.close)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import roofline
-from pagoda.simulate.timeline import COMPUTE, Timeline, TimelineSpan
+from pagoda.plan.tiers import LaneName
+from pagoda.simulate.timeline import Timeline, TimelineSpan
 from roofline import Raw, Work, both, bounds_of, covered, length_of, lost_in
 from training import Workload
 
@@ -40,17 +41,17 @@ def test_bounds_are_work_over_rates(work: Work) -> None:
 
 def test_what_is_lost_is_what_the_record_has(work: Work) -> None:
     spans = (
-        TimelineSpan(COMPUTE, "forward a", 0.0, 1.0),
+        TimelineSpan(LaneName.COMPUTE, "forward a", 0.0, 1.0),
         TimelineSpan("update", "update a", -1.0, 0.5),
         TimelineSpan("update", "update b", 0.8, 1.6),
         TimelineSpan("update", "update c", 1.2, 1.8),
         TimelineSpan("ssd_read", "read b", 1.5, 2.0, 10**8),
-        TimelineSpan(COMPUTE, "backward a", 2.0, 4.0),
-        TimelineSpan(COMPUTE, "step", 4.0, 4.25),
+        TimelineSpan(LaneName.COMPUTE, "backward a", 2.0, 4.0),
+        TimelineSpan(LaneName.COMPUTE, "step", 4.0, 4.25),
     )
     step = Timeline(4.25, spans, {"ssd_read": 1.0, "h2d": 0.0})
     assert covered(step, ("update",)) == [(0.0, 0.5), (0.8, 1.8)]
-    assert length_of(both(covered(step, ("update",)), covered(step, (COMPUTE,)))) == pytest.approx(0.7)
+    assert length_of(both(covered(step, ("update",)), covered(step, (LaneName.COMPUTE,)))) == pytest.approx(0.7)
     lost = lost_in(step, work, RAW, plain_passes_s=2.5, plain_s=3.0)
     assert lost["waits for ssd_read"] == 1.0
     assert "waits for h2d" not in lost

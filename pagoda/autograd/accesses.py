@@ -13,6 +13,7 @@ from pagoda.errors import BudgetError, PagodaError, UsageError
 from pagoda.interrupts import allowed, held_back
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import LaneName
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.ranks.collective import Collectives
@@ -326,7 +327,7 @@ class Accesses:
         scheduler = self._scheduler
         self.tell(scheduler.drain, True, show)
         try:
-            self.wait(lambda: scheduler.drained, "update")
+            self.wait(lambda: scheduler.drained, LaneName.UPDATE)
         finally:
             self.tell(scheduler.drain, False)
         self._drop_ahead()
@@ -356,7 +357,7 @@ class Accesses:
         lease = self._leases.of(unit)
         if lease is not None and lease.ready is not None:
             return lease.ready.lane
-        return "h2d" if self.plan.budgets.device is not None else "ssd_read"
+        return LaneName.H2D if self.plan.budgets.device is not None else LaneName.SSD_READ
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:

@@ -13,6 +13,7 @@ from pagoda.errors import UsageError
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import GRAD
+from pagoda.plan.tiers import LaneName
 from pagoda.ranks.one_rank import OneRank
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import UnitGradient
@@ -212,7 +213,7 @@ class GradientValues:
         self._accesses.tell(scheduler.lend_gradient, unit, True)
         try:
             refuse = partial(self._executor.refuse_gradient, gradient.unit)
-            self._accesses.wait(partial(scheduler.gradient_is_here, unit), "ssd_read", refuse)
+            self._accesses.wait(partial(scheduler.gradient_is_here, unit), LaneName.SSD_READ, refuse)
             self._accesses.check_usable()
             yield
         finally:

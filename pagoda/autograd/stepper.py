@@ -18,6 +18,7 @@ from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.parameters.hidden import unseen
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.tiers import LaneName
 from pagoda.ranks.one_rank import OneRank
 from pagoda.ranks.rank_group import Counts, RankGroup
 from pagoda.ranks.stages import Stages, StepTerms
@@ -124,7 +125,7 @@ class Stepper:
     def _await_buffers(self, gradient: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
         refuse = partial(self._executor.refuse_gradient, gradient.unit)
-        self.accesses.wait(lambda: self.scheduler.held_back is None, "d2h", refuse)
+        self.accesses.wait(lambda: self.scheduler.held_back is None, LaneName.D2H, refuse)
 
     def _prepare_early(self, gradient: UnitGradient) -> None:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
@@ -341,7 +342,7 @@ class Stepper:
                 self._offload(gradient, last=False)
         if gradients:  # after an error in backward, some may still have no buffer
             self._await_buffers(gradients[0])
-        with self.accesses.meter.waiting("d2h"):
+        with self.accesses.meter.waiting(LaneName.D2H):
             for gradient in gradients:
                 self.accesses.turn.waiting(gradient.settle)
 

@@ -21,6 +21,7 @@ from pagoda.optim.gradient_kernels import gradient_kernels
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.warm import warm_up
 from pagoda.plan.layout import BLOCK_ELEMENTS, BOUNCE_ELEMENTS
+from pagoda.plan.tiers import LaneName
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.lanes import Lane, wait_all
 from pagoda.simulate.hardware import Cpu, Figure
@@ -55,7 +56,7 @@ class Sweeper:
 
     def __init__(self, params: int, block: int, threads: int) -> None:
         self.params, self.block = params, block
-        self._lane = Lane("update", threads)
+        self._lane = Lane(LaneName.UPDATE, threads)
 
     def __call__(self, block_fn: Callable[[int, int], object]) -> Callable[[], None]:
         """A function that runs `block_fn(first element, elements)` over all blocks and returns when they have ended."""
@@ -156,7 +157,7 @@ def _copy_rate(meter: Meter) -> Figure:
         for into, out_of in zip(target.split(_UNIT_BYTES), source.split(_UNIT_BYTES), strict=True):  # type: ignore[no-untyped-call]
             device.copy_in(into, out_of, PAST).synchronize()
 
-    return _on_lane(meter, "h2d", nbytes, copy)
+    return _on_lane(meter, LaneName.H2D, nbytes, copy)
 
 
 def _gradient_rate(meter: Meter) -> Figure:
@@ -169,7 +170,7 @@ def _gradient_rate(meter: Meter) -> Figure:
         for start in range(0, numel, BOUNCE_ELEMENTS):
             block(start, min(BOUNCE_ELEMENTS, numel - start))
 
-    return _on_lane(meter, "d2h", numel * source.element_size(), take)
+    return _on_lane(meter, LaneName.D2H, numel * source.element_size(), take)
 
 
 def _handover(meter: Meter) -> Figure:
@@ -190,7 +191,7 @@ def _handover(meter: Meter) -> Figure:
                 lane.submit(piece)
         return (time.perf_counter() - start) / _HANDOVERS
 
-    with closing(Lane("d2h")) as lane:
+    with closing(Lane(LaneName.D2H)) as lane:
         seconds(handing=True)
         note = f"beside products of {_HANDOVER_SIZE} x {_HANDOVER_SIZE} fp32"
         return meter.difference(lambda: seconds(handing=False), lambda: seconds(handing=True), note)

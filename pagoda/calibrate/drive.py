@@ -20,7 +20,7 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.file import PageFile
 from pagoda.memory.ssd.xxh3 import hashes_of
-from pagoda.plan.tiers import LARGE_TRANSFER_BYTES
+from pagoda.plan.tiers import LARGE_TRANSFER_BYTES, LaneName
 from pagoda.runtime.lanes import SSD_THREADS, Lane, wait_all
 from pagoda.simulate.hardware import Drive, Figure, SmallTransfers
 from pagoda.simulate.machines import rated_endurance
@@ -67,7 +67,7 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
         meter.report(f"a file of {format_bytes(file.nbytes)} on the SSD")
         reading, writing = (
             stack.enter_context(closing(_Stream(lane, partial(move, file), pieces)))
-            for lane, move in (("ssd_read", _read), ("ssd_write", _write))
+            for lane, move in ((LaneName.SSD_READ, _read), (LaneName.SSD_WRITE, _write))
         )
         # A block that was never written would not be read from the drive. On a slow drive, only the written blocks are
         # read.

@@ -14,9 +14,8 @@ from pagoda.forecast.search import Candidate
 from pagoda.memory.sizes import format_at_least, format_bytes, format_rate
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import SSD
+from pagoda.plan.tiers import SSD, LaneName
 from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
-from pagoda.simulate.timeline import COMPUTE
 
 _Part = TypeVar("_Part", Hardware, Cpu, Link, Drive, SmallTransfers)
 _MOST_LINES = 3
@@ -70,7 +69,7 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
 def _nothing(forecast: Forecast, problem: Problem) -> str:
     """What was tried in vain."""
     tried = ", ".join(each.name.partition(" (")[0].lower() for each in _changes(forecast, problem))
-    binds = "Compute binds: none" if forecast.timeline.binding_lane == COMPUTE else "None"
+    binds = "Compute binds: none" if forecast.timeline.binding_lane == LaneName.COMPUTE else "None"
     return f"{binds} of these gives {_WORTH:.0%} more tokens/s: {tried.replace('ssd', 'SSD').replace('ram', 'RAM')}."
 
 

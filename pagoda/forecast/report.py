@@ -18,8 +18,9 @@ from pagoda.forecast.wear import wear
 from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.placement import MEANING
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import LaneName
 from pagoda.schedule.served import summary
-from pagoda.simulate.timeline import ALL_LANES, COMPUTE, TierUse
+from pagoda.simulate.timeline import ALL_LANES, TierUse
 
 
 def plan_table(plan: Plan, parameters: int | None = None, explained: bool = True) -> RenderableType:
@@ -170,7 +171,7 @@ def _lane_table(forecast: Forecast) -> RenderableType:
             lane,
             format_seconds(figures["busy_s"]),
             f"{figures['busy_s'] / timeline.step_s:.0%}",
-            "-" if lane == COMPUTE else format_seconds(figures["stall_s"]),
+            "-" if lane == LaneName.COMPUTE else format_seconds(figures["stall_s"]),
             format_bytes(timeline.bytes_moved.get(lane, 0)),
         )
     return table
@@ -185,7 +186,7 @@ def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
     return {
         lane: {"busy_s": timeline.busy_s.get(lane, 0.0), "stall_s": timeline.stall_s.get(lane, 0.0)}
         for lane in ALL_LANES
-        if lane == COMPUTE or timeline.busy_s.get(lane)
+        if lane == LaneName.COMPUTE or timeline.busy_s.get(lane)
     }
 
 

@@ -12,6 +12,7 @@ from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import LaneName
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import Timeline
 
@@ -174,8 +175,8 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     unit = max(plan.units, key=lambda unit: unit.trainable_numel)
     passing = int(n * sum(plan.layout.bytes_per_parameter.values()))
     on_device = max(
-        rates.seconds("h2d", passing + n * plan.layout.itemsize(unit, GRAD)),
-        rates.seconds("d2h", passing),
+        rates.seconds(LaneName.H2D, passing + n * plan.layout.itemsize(unit, GRAD)),
+        rates.seconds(LaneName.D2H, passing),
         rates.device_update_seconds(unit, n, -(-n // plan.layout.block_elements)),
     )
     on_cpu = rates.update_seconds(unit, n)

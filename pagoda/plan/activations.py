@@ -10,7 +10,7 @@ from pagoda.errors import BudgetError
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.layout import Layout
 from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
-from pagoda.plan.tiers import HOST, SSD
+from pagoda.plan.tiers import HOST, SSD, LaneName
 from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 LEAST_OFFLOADED_BYTES = 64 << 10
@@ -22,7 +22,10 @@ _OPERANDS = 2
 """Number of storages that one operator uses at once."""
 _STEPS_PER_OCTAVE = 8
 
-OFFLOAD_LANES: Mapping[str, tuple[str, str]] = {HOST: ("d2h", "h2d"), SSD: ("ssd_write", "ssd_read")}
+OFFLOAD_LANES: Mapping[str, tuple[str, str]] = {
+    HOST: (LaneName.D2H, LaneName.H2D),
+    SSD: (LaneName.SSD_WRITE, LaneName.SSD_READ),
+}
 """Tier -> the lanes on which activations go there and come back."""
 SHARE_OF_MEMORY = 0.8
 """Share of the free memory of compute, without pages, that graphs may keep. Operators need the rest."""
@@ -325,7 +328,7 @@ def _fits(sizes: StepSizes, policies: Sequence[Policy], room: Room, in_time: boo
 def offload_room(layout: Layout, placement: Placement, budgets: Budgets) -> dict[str, int]:
     """tier -> bytes that pages leave for offloaded activations: RAM if compute has memory of its own, and SSD if the
     plan has buffers for it."""
-    room = dict.fromkeys((HOST, SSD), 0)
+    room: dict[str, int] = dict.fromkeys((HOST, SSD), 0)
     if budgets.device is not None:
         room[HOST] = budgets.host - sum(placement.lines.get(HOST, {}).values()) * layout.page_bytes
     if placement.pages(HOST, ACTIVATIONS) and budgets.ssd is not None:

@@ -165,7 +165,8 @@ class _Placer:
             host[VERSIONS] = versions
         host |= self.fixed
         self._add_spare(ssd)
-        lines = {tier: pages for tier, pages in ((HOST, host), (SSD, ssd), (DEVICE, device)) if pages}
+        by_tier: dict[str, dict[str, int]] = {HOST: host, SSD: ssd, DEVICE: device}
+        lines = {tier: pages for tier, pages in by_tier.items() if pages}
         return Placement(homes, lines, slots, speculated, on_device)
 
     # --- host RAM -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from functools import cached_property
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import UPDATE_RING, WORK
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
-from pagoda.plan.tiers import DEVICE, HOST, SSD
+from pagoda.plan.tiers import DEVICE, HOST, SSD, LaneName
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS, SERVING = "collective", "serving"
@@ -95,10 +95,10 @@ class Placement:
     def update_lane(self, unit: int, states: Sequence[StateSpec]) -> str:
         """The lane that most likely ends last before a unit's new weights can be used."""
         if self.home(unit, WEIGHT) == SSD:
-            return "ssd_write"
+            return LaneName.SSD_WRITE
         if unit in self.on_device:
-            return "device_update"
-        return "ssd_read" if self.streamed(unit, states) else "update"
+            return LaneName.DEVICE_UPDATE
+        return LaneName.SSD_READ if self.streamed(unit, states) else LaneName.UPDATE
 
     def pages(self, tier: str, line: str) -> int:
         return self.lines.get(tier, {}).get(line, 0)

@@ -76,7 +76,7 @@ class Plan:
     def bytes(self) -> Mapping[str, Mapping[str, int]]:
         """tier -> line -> bytes at the peak, in whole pages, in the order in which tables show them."""
         order = (*(state.name for state in self.layout.states), *LINES_AFTER_STATES)
-        account = {
+        account: dict[str, dict[str, int]] = {
             tier: {line: pages[line] * self.page_bytes for line in order if line in pages}
             for tier in (DEVICE, HOST, SSD)
             if (pages := self.placement.lines.get(tier))
@@ -319,7 +319,7 @@ def _with_advice(refusal: BudgetError, layout: Layout, budgets: Budgets) -> Budg
     whole, of a model without adapters."""
     largest = max((unit for unit in layout.units if not unit.on_host), key=layout.weight_bytes)
     nbytes = layout.weight_bytes(largest)
-    has = {DEVICE: budgets.device, HOST: budgets.host}.get(refusal.tier or "")
+    has = budgets.device if refusal.tier == DEVICE else budgets.host if refusal.tier == HOST else None
     stays_whole = layout.weight.whole is not None or any(unit.trainable_numel < unit.numel for unit in layout.units)
     if stays_whole or len(largest.slots) > 2 or has is None or 2 * nbytes < has:
         return refusal

@@ -1,12 +1,41 @@
 """Tiers, and the lanes between them."""
 
-DEVICE, HOST, SSD = "device", "host", "ssd"
-RANKS = "ranks"
-"""Where weights come from that ranks divide."""
-LANES = ("h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update")
-"""All lanes except `compute`, the thread that runs the model."""
-COLLECTIVE = "collective"
-"""An additional lane if there are several ranks."""
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """A memory in which states are, or from which weights come."""
+
+    DEVICE = "device"
+    HOST = "host"
+    """The CPU's RAM."""
+    SSD = "ssd"
+    RANKS = "ranks"
+    """Other ranks, from which weights come that ranks divide."""
+
+
+DEVICE, HOST, SSD, RANKS = Tier
+
+
+class LaneName(StrEnum):
+    """A queue of work that one resource does, in the order of reports."""
+
+    COMPUTE = "compute"
+    """The thread that runs the model."""
+    H2D = "h2d"
+    """From RAM to the device."""
+    D2H = "d2h"
+    SSD_READ = "ssd_read"
+    SSD_WRITE = "ssd_write"
+    UPDATE = "update"
+    """Updates on the CPU."""
+    DEVICE_UPDATE = "device_update"
+    COLLECTIVE = "collective"
+    """Between ranks, if there are several."""
+
+
+LANES = tuple(lane for lane in LaneName if lane not in (LaneName.COMPUTE, LaneName.COLLECTIVE))
+"""The lanes of each rank but the thread that runs the model."""
 GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
 """Most bytes of gradients on their way to their extents at once, unless a plan sets more. This bounds what autograd's
 own copies add to peak memory."""

@@ -10,7 +10,7 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.slices import slice_elements
-from pagoda.plan.tiers import DEVICE, SSD
+from pagoda.plan.tiers import DEVICE, SSD, LaneName
 from pagoda.plan.trace import Phase, gradients_of
 from pagoda.plan.units import UnitSpec, around_of
 
@@ -164,4 +164,4 @@ def bytes_written_to_ssd(plan: Plan) -> int:
     made = (g for g in gradients_of(plan.trace, trained) if not (during_backward and g.last))
     gradients = sum(traffic[g.unit].buffer for g in made if placement.home(g.unit, GRAD) == SSD)
     moves = (move for of_tick in activations_at(plan).values() for move in of_tick)
-    return states + gradients + sum(nbytes for lane, nbytes in moves if lane == "ssd_write")
+    return states + gradients + sum(nbytes for lane, nbytes in moves if lane == LaneName.SSD_WRITE)

@@ -15,7 +15,7 @@ from pagoda.mesh.shards import Shards
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.slices import Span
-from pagoda.plan.tiers import COLLECTIVE
+from pagoda.plan.tiers import LaneName
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.order import FIRST, Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
 from pagoda.ranks.transport import Group, Transport
@@ -65,7 +65,7 @@ class Collectives:
     def __post_init__(self) -> None:
         mesh, transport, shards, units = self.mesh, self.transport, self.shards, self._units
         plan = self._scheduler.plan
-        self.lane = Lane(COLLECTIVE, report=self._report)
+        self.lane = Lane(LaneName.COLLECTIVE, report=self._report)
         self.order = CollectiveOrder(
             transport,
             lambda kind, unit, version: self.take_part[kind](units[unit], version),

@@ -11,7 +11,7 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.collective import MESSAGE_BYTES
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import SERVING
-from pagoda.plan.tiers import HOST
+from pagoda.plan.tiers import HOST, LaneName
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.order import Call, CollectiveKind
@@ -151,21 +151,21 @@ class SharedWeights:
             reads.append(range(own.start * itemsize // self._page, pages_for(own.stop * itemsize, self._page)))
         if unit.spec.trainable_numel < unit.spec.numel and pages and not any(pages - 1 in each for each in reads):
             reads.append(range(pages - 1, pages))  # it may also have frozen weights, which others do not send
-        self._move("ssd_read", unit, run, reads)
+        self._move(LaneName.SSD_READ, unit, run, reads)
 
     def write_others(self, unit: LiveUnit, run: PageRun) -> None:
         """Write the pages that hold parts of the other ranks' slices."""
         own, itemsize = self._store.shards.updated(unit.spec), self._store.dtype(unit.index, WEIGHT).itemsize
         begin = pages_for(own.start * itemsize, self._page)
         end = max(begin, own.stop * itemsize // self._page)
-        self._move("ssd_write", unit, run, [range(begin), range(end, self._pages(unit))])
+        self._move(LaneName.SSD_WRITE, unit, run, [range(begin), range(end, self._pages(unit))])
 
     def _pages(self, unit: LiveUnit) -> int:
         return self._store.plan.layout.trained_weight_pages(unit.spec)
 
     def _move(self, lane: str, unit: LiveUnit, run: PageRun, pages: Sequence[range]) -> None:
         """Read or write pages of a run, and wait for that."""
-        move = self._store.load if lane == "ssd_read" else self._store.save
+        move = self._store.load if lane == LaneName.SSD_READ else self._store.save
         step, moves = max(1, _PIECE_BYTES // self._page), []
         for each in pages:
             for first in each[::step]:

@@ -15,7 +15,7 @@ from pagoda.memory.arena import copy_bytes
 from pagoda.mesh.world import rank_timeout_s
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.slices import Span
-from pagoda.plan.tiers import COLLECTIVE
+from pagoda.plan.tiers import LaneName
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.mean import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction
@@ -136,7 +136,7 @@ class Reducer:
                 self._collectives.order.fail(Call(CollectiveKind.REDUCE, unit.index), None, alike=True)
                 raise
 
-        announced = Handle(COLLECTIVE)
+        announced = Handle(LaneName.COLLECTIVE)
         nbytes = unit.spec.trainable_numel * self._dtype(unit).itemsize
         handle = self._collectives.submit(CollectiveKind.REDUCE, unit, work, (*filling.copies, announced), nbytes)
         gradient.pending.append(handle)
@@ -203,7 +203,7 @@ class Reducer:
         The buffer is asked for only now, so what frees a buffer is never behind what waits for one. Raises BudgetError
         if there is no room, or none within the time after which ranks give each other up.
         """
-        ended, opened = Handle(COLLECTIVE), threading.Event()
+        ended, opened = Handle(LaneName.COLLECTIVE), threading.Event()
         received: list[UnitGradient] = []
 
         def deliver(gradient: UnitGradient) -> Handle:

@@ -18,7 +18,7 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD, WEIGHT
 from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.slices import Span
-from pagoda.plan.tiers import HOST, update_threads
+from pagoda.plan.tiers import HOST, LaneName, update_threads
 from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, taken
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.meter import StepMeter
@@ -277,7 +277,7 @@ class GradientBuffers:
             gradient.square_sums[slot] = math.fsum(sums)
 
         moved = 0 if unit.spec.on_host or on_device else values.nbytes
-        return lambda _: self._lanes["d2h"].submit(store, (), moved, f"offload {spec.name}")
+        return lambda _: self._lanes[LaneName.D2H].submit(store, (), moved, f"offload {spec.name}")
 
     def _parts(self, unit: LiveUnit, slot: int) -> Iterator[tuple[int, Span]]:
         """This rank's elements of a parameter's gradient: where they begin in the parameter, and their place in the
@@ -311,7 +311,7 @@ class GradientBuffers:
         """Start a SPILL or RELOAD: move a gradient's buffer to SSD or back."""
         pages, reading = operation.gradient.run, isinstance(operation, Reload)
         assert pages is not None, "it has a buffer while it is moved"
-        lane, verb = ("ssd_read", "gradient") if reading else ("ssd_write", "spill")
+        lane, verb = (LaneName.SSD_READ, "gradient") if reading else (LaneName.SSD_WRITE, "spill")
         move = self._store.load if reading else self._store.save
         if reading:
             self._place(operation.gradient)
@@ -383,7 +383,7 @@ class GradientBuffers:
         nbytes = sum(each.values.nbytes for each in made)
         # A store follows earlier stores in the device's queue. An addition needs the earlier gradients to have arrived.
         after = gradient.pending if any(each.accumulate for each in made) else ()
-        handle = self._lanes["d2h"].submit(take, after, 0 if stays else nbytes, f"offload {unit.spec.name}")
+        handle = self._lanes[LaneName.D2H].submit(take, after, 0 if stays else nbytes, f"offload {unit.spec.name}")
         self._in_flight.add(handle, nbytes)
         return handle
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch.autograd import profiler
 
 from pagoda.interrupts import held_back
-from pagoda.plan.tiers import INLINE_BYTES
+from pagoda.plan.tiers import INLINE_BYTES, LaneName
 from pagoda.process import check_not_forked, forks, start_thread
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.waiters import Waiters
@@ -349,19 +349,20 @@ class Lane:
 
 
 def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: bool, report: Report) -> dict[str, Lane]:
-    """The lanes of a process by name, without the lane for communication between ranks. `inline`: compute is on the
-    CPU, whose small copies need no lane. `inline_updates`: small updates need no lane either, because they share no
-    work area."""
+    """The lanes of a process by name, each before the lanes that it feeds, without the lane for communication between
+    ranks. `inline`: compute is on the CPU, whose small copies need no lane. `inline_updates`: small updates need no
+    lane either, because they share no work area."""
     ssd_threads = SSD_THREADS * max(1, drives)
     nbytes, lane = INLINE_BYTES if inline else 0, partial(Lane, report=report)
-    return {
-        "h2d": lane("h2d", inline_bytes=nbytes),
-        "d2h": lane("d2h", inline_bytes=nbytes),
-        "ssd_read": lane("ssd_read", ssd_threads),
-        "ssd_write": lane("ssd_write", ssd_threads),
-        "update": lane("update", update_threads, nbytes if inline_updates else 0),
-        "device_update": lane("device_update"),
-    }
+    lanes: list[Lane] = [
+        lane(LaneName.SSD_READ, ssd_threads),
+        lane(LaneName.H2D, inline_bytes=nbytes),
+        lane(LaneName.DEVICE_UPDATE),
+        lane(LaneName.UPDATE, update_threads, nbytes if inline_updates else 0),
+        lane(LaneName.D2H, inline_bytes=nbytes),
+        lane(LaneName.SSD_WRITE, ssd_threads),
+    ]
+    return {each.name: each for each in lanes}
 
 
 def labelled(label: str) -> AbstractContextManager[object]:

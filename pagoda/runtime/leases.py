@@ -13,7 +13,7 @@ from pagoda.memory.region import Region
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, LEASES
-from pagoda.plan.tiers import HOST, SSD
+from pagoda.plan.tiers import HOST, SSD, LaneName
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.ring import Ring
@@ -219,7 +219,7 @@ class Fetcher:
                 assert home is not None, "it is in memory"
                 return self._copy(parts, home.view(torch.uint8), free)
 
-            return self._lanes["h2d"].submit(copy, after, nbytes, label)
+            return self._lanes[LaneName.H2D].submit(copy, after, nbytes, label)
         straight = self._store.plan.budgets.device is None and not is_sliced
         fills = []
         for start, held in self._pieces(parts):
@@ -227,7 +227,7 @@ class Fetcher:
             if straight:
                 (piece,) = held
                 view = memoryview(piece.target.numpy().data)
-                fills.append(self._lanes["ssd_read"].submit(partial(load, view), after, view.nbytes, label))
+                fills.append(self._lanes[LaneName.SSD_READ].submit(partial(load, view), after, view.nbytes, label))
             else:
                 fills.append(self._through_ring(load, held, after, free, label))
         return all_of(fills)
@@ -281,8 +281,8 @@ class Fetcher:
             for slot in taken:
                 self._ring.give_back(slot)
 
-        read_handle = self._lanes["ssd_read"].submit(read, after, nbytes, label)
-        handle = self._lanes["h2d"].submit(
+        read_handle = self._lanes[LaneName.SSD_READ].submit(read, after, nbytes, label)
+        handle = self._lanes[LaneName.H2D].submit(
             lambda: self._copy(parts, torch.frombuffer(view(), dtype=torch.uint8), free), (read_handle,), nbytes, label
         )
         handle.then(copied)

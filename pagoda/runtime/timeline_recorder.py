@@ -3,7 +3,8 @@
 import time
 from collections.abc import Mapping
 
-from pagoda.simulate.timeline import COMPUTE, Timeline, TimelineSpan
+from pagoda.plan.tiers import LaneName
+from pagoda.simulate.timeline import Timeline, TimelineSpan
 
 
 class TimelineRecorder:
@@ -62,5 +63,5 @@ class TimelineRecorder:
     def _cut(self, now: float) -> None:
         """End compute's span at `now`."""
         if self._access is not None and now > self._access_from:
-            self.add(COMPUTE, self._access, self._access_from, now, 0)
+            self.add(LaneName.COMPUTE, self._access, self._access_from, now, 0)
         self._access_from = now

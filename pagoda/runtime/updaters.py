@@ -15,6 +15,7 @@ from pagoda.plan.blocks import StreamPlan, stream_plan
 from pagoda.plan.device_updates import DEVICE_SLOTS, WORK, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan
+from pagoda.plan.tiers import LaneName
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device, UpdateKernel
 from pagoda.runtime.lanes import Handle, Lane
@@ -57,7 +58,7 @@ class HostUpdater(Updater):
             len(part.elements) * store.dtype(unit.index, name).itemsize for name, part in block.parts.items()
         )
         touched = 2 * states_bytes + count * store.dtype(unit.index, GRAD).itemsize
-        return self._lanes["update"].submit(compute, (), touched, f"update {unit.spec.name}")
+        return self._lanes[LaneName.UPDATE].submit(compute, (), touched, f"update {unit.spec.name}")
 
     def _copy_unchanged(self, block: BlockUpdate, old: Tensors, new: Tensors) -> Tensors:
         """Copy from `old` to `new` what no kernel writes there. Returns the states that the update reads."""
@@ -190,14 +191,14 @@ class DeviceUpdater(Updater):
                 device.copy(new[name], states[name])
 
         passed = sum(new[name].nbytes for name in moving)
-        self._lanes["h2d"].count(passed + gradient_bytes * brings)
-        self._lanes["d2h"].count(passed)
+        self._lanes[LaneName.H2D].count(passed + gradient_bytes * brings)
+        self._lanes[LaneName.D2H].count(passed)
         # Compute may still read weights that live there.
         read = PAST if WEIGHT in moving else update.gradient.issued
         pipe = unit.index % DEVICE_SLOTS if block.place is None else block.place
         label, touched = f"update {unit.spec.name}", 2 * nbytes + gradient_bytes
         queued = partial(device.pipe, pipe, work, read)
-        return self._lanes["device_update"].submit(queued, (), touched, label)
+        return self._lanes[LaneName.DEVICE_UPDATE].submit(queued, (), touched, label)
 
     def _apply(
         self,
@@ -285,7 +286,7 @@ class DeviceParameterUpdater(ParameterUpdater, DeviceUpdater):
 
 def open_update_stream(store: Store, lanes: dict[str, Lane], rule: Rule, device: Device) -> UpdateStream:
     """What carries out the updates of a plan, on the CPU and on the device."""
-    lane, updated = lanes["update"], store.shards.updated
+    lane, updated = lanes[LaneName.UPDATE], store.shards.updated
     forms = [(PRECISIONS[weight], gradient) for weight, gradient in store.plan.layout.forms]
 
     def opened() -> tuple[list[Updater], StreamPlan]:

@@ -17,6 +17,7 @@ from pagoda.optim.rule import StateSpec
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
 from pagoda.plan.layout import WEIGHT
+from pagoda.plan.tiers import LaneName
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
@@ -281,7 +282,7 @@ class Updater:
         update: RunningUpdate | None = block.update
         # Where they are written: that has the old content at first, and what earlier blocks have written of a page.
         runs = self._store.homes(block.unit) if update is None else update.extents.write
-        return self._transfers("ssd_read", block, runs)
+        return self._transfers(LaneName.SSD_READ, block, runs)
 
     def computations(self, block: Block) -> Iterator[Handle]:
         """Submit the computation of a block. When it has ended, the new values of states on SSD are in the slot."""
@@ -295,13 +296,13 @@ class Updater:
 
     def writes(self, block: Block) -> Iterator[Handle]:
         """Submit the writes of a block's states on SSD from its slot."""
-        return self._transfers("ssd_write", block, block.update.extents.write)
+        return self._transfers(LaneName.SSD_WRITE, block, block.update.extents.write)
 
     def _transfers(self, lane: str, block: Block, runs: Runs) -> Iterator[Handle]:
         """Move a block's parts of its states between runs on SSD and the ring, in whole pages."""
         store, page, unit = self._store, self._store.plan.page_bytes, block.unit
         assert block.slot is not None
-        slot, parts, reading = store.slots[block.slot], self._parts_of(block), lane == "ssd_read"
+        slot, parts, reading = store.slots[block.slot], self._parts_of(block), lane == LaneName.SSD_READ
         move, verb = (store.load, "read") if reading else (store.save, "write")
         for name in self._streamed[unit]:
             if (part := parts.get(name)) is not None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE, DEVICE, SSD
+from pagoda.plan.tiers import DEVICE, SSD, LaneName
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.operations import Fetch, Offload, Operation, Question, ReadAhead, Reload, Share, Spill, Update
 from pagoda.schedule.scheduler import Scheduler
@@ -34,8 +34,8 @@ class Execution:
         self._chains: dict[type[Operation], Callable[[int, bool], Sequence[Chain]]] = {
             Fetch: cache(self._fetch),
             Offload: cache(self._offload),
-            Spill: cache(partial(self._transfer, "ssd_write", "spill")),
-            Reload: cache(partial(self._transfer, "ssd_read", "gradient")),
+            Spill: cache(partial(self._transfer, LaneName.SSD_WRITE, "spill")),
+            Reload: cache(partial(self._transfer, LaneName.SSD_READ, "gradient")),
         }
         """The work of an operation, by its unit, and whether it adds a gradient to an earlier one. There is none for a
         gradient that stays where it is made, and for weights that are already in RAM."""
@@ -132,26 +132,26 @@ class Execution:
         chain = []
         if sent := traffic.reduced:
             seconds = self._rates.ring_seconds(sent, layout.group(unit))
-            chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, seconds))
+            chain.append(Work(LaneName.COLLECTIVE, f"reduce {unit.name}", sent, seconds))
         if sent := traffic.merged:
-            chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, self._rates.merge_seconds(sent)))
+            chain.append(Work(LaneName.COLLECTIVE, f"reduce {unit.name}", sent, self._rates.merge_seconds(sent)))
         if traffic.offloaded:  # handing gradients over is part of what a parameter costs
-            move = self._lanes.move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0)
+            move = self._lanes.move(LaneName.D2H, f"offload {unit.name}", traffic.offloaded, pieces=0)
             kept = traffic.offloaded * layout.itemsize(unit, GRAD) // layout.offloaded_itemsize(unit)
             if adds or kept > traffic.offloaded:  # while one piece is added, the next ones come
                 move.seconds = max(move.seconds, self._rates.adding_seconds(traffic.offloaded + (1 + adds) * kept))
             chain.append(move)
         elif unit.on_host:  # it is made in RAM, and stored or added there
             touched = (2 + adds) * layout.elements(unit, GRAD) * layout.itemsize(unit, GRAD)
-            chain.append(Work("d2h", f"offload {unit.name}", 0, self._rates.adding_seconds(touched)))
+            chain.append(Work(LaneName.D2H, f"offload {unit.name}", 0, self._rates.adding_seconds(touched)))
         return [chain] if chain else []
 
     def _fetch(self, index: int, adds: bool) -> Sequence[Chain]:
         """From a unit's home to its lease, then from all ranks."""
         unit, traffic = self._plan.units[index], self._traffic[index]
-        lanes = ["h2d"] if self._plan.lease_tier == DEVICE else ["ssd_read"]
+        lanes = [LaneName.H2D] if self._plan.lease_tier == DEVICE else [LaneName.SSD_READ]
         if self._plan.lease_tier == DEVICE and self._plan.placement.home(index, WEIGHT) == SSD:
-            lanes = ["ssd_read", "h2d"]
+            lanes = [LaneName.SSD_READ, LaneName.H2D]
         chunks = _FETCH_CHUNKS if len(lanes) > 1 else 1
         cuts = [traffic.fetched * chunk // chunks for chunk in range(chunks + 1)] if traffic.fetched else []
         chains = [
@@ -161,5 +161,5 @@ class Execution:
         if sent := traffic.gathered:
             seconds = self._rates.ring_seconds(sent, self._plan.layout.group(unit))
             chains = chains or [[]]
-            chains[-1].append(Work(COLLECTIVE, f"gather {unit.name}", sent, seconds))
+            chains[-1].append(Work(LaneName.COLLECTIVE, f"gather {unit.name}", sent, seconds))
         return chains

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 
+from pagoda.plan.tiers import LaneName
 from pagoda.schedule.waits import Ended
 from pagoda.simulate.rates import Rates
-from pagoda.simulate.timeline import ALL_LANES, COMPUTE, TimelineSpan
+from pagoda.simulate.timeline import ALL_LANES, TimelineSpan
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +71,7 @@ class SimulatedLanes:
     def submit(self, work: Work, after: Iterable[Task] = ()) -> Task:
         """Submit work, which starts once `after` have ended."""
         seconds = work.seconds
-        if work.lane == COMPUTE:
+        if work.lane == LaneName.COMPUTE:
             seconds += self._late(work.python_s + self._handed_over * self._rates.task_switch_s)
             self._handed_over = 0
         else:

@@ -9,12 +9,10 @@ from pagoda.errors import ConfigError
 from pagoda.optim.rule import Shape, UpdateWork
 from pagoda.plan.exchanges import Exchange
 from pagoda.plan.ranks import ALONE, Ranks
-from pagoda.plan.tiers import COLLECTIVE, LARGE_TRANSFER_BYTES, update_threads
+from pagoda.plan.tiers import LARGE_TRANSFER_BYTES, LaneName, update_threads
 from pagoda.plan.units import UnitSpec
 from pagoda.simulate.hardware import Figure, Hardware
-from pagoda.simulate.timeline import COMPUTE
 
-READ, WRITE, H2D, D2H, UPDATE, DEVICE_UPDATE = "ssd_read", "ssd_write", "h2d", "d2h", "update", "device_update"
 _LEAST_LEFT = 0.01
 """Least share of the CPU for lanes that only get what transfers leave. Without it, a step might never end."""
 
@@ -68,22 +66,23 @@ class Rates:
             self._flop_per_s if hardware.device is None else hardware.device.bf16.reached_flop_per_s.value
         )
         self._work = cache(lambda unit: _work_per_parameter(unit, work))
-        both = {}
+        both: dict[tuple[str, str], float] = {}
+        self._bytes_per_s: dict[str, float]
         if link is None:
             self._bytes_per_s = {
-                H2D: _known(cpu.copy_bytes_per_s, hardware, "copies to an arena"),
-                D2H: _known(cpu.gradient_bytes_per_s, hardware, "gradients"),
+                LaneName.H2D: _known(cpu.copy_bytes_per_s, hardware, "copies to an arena"),
+                LaneName.D2H: _known(cpu.gradient_bytes_per_s, hardware, "gradients"),
             }
         else:
             self._bytes_per_s = {
-                H2D: link.h2d_bytes_per_s.value / link.gpus,
-                D2H: link.d2h_bytes_per_s.value / link.gpus,
+                LaneName.H2D: link.h2d_bytes_per_s.value / link.gpus,
+                LaneName.D2H: link.d2h_bytes_per_s.value / link.gpus,
             }
-            both[H2D, D2H] = link.both_bytes_per_s.value / link.gpus
+            both[LaneName.H2D, LaneName.D2H] = link.both_bytes_per_s.value / link.gpus
         if ssd is not None:
-            self._bytes_per_s[READ] = ssd.read_bytes_per_s.value / ranks
-            self._bytes_per_s[WRITE] = ssd.write_bytes_per_s.value / ranks
-            both[READ, WRITE] = ssd.both_bytes_per_s.value / ranks
+            self._bytes_per_s[LaneName.SSD_READ] = ssd.read_bytes_per_s.value / ranks
+            self._bytes_per_s[LaneName.SSD_WRITE] = ssd.write_bytes_per_s.value / ranks
+            both[LaneName.SSD_READ, LaneName.SSD_WRITE] = ssd.both_bytes_per_s.value / ranks
         # A store reads and writes every byte.
         of_thread = 2 * cpu.gradient_bytes_per_s.value if cpu.gradient_bytes_per_s is not None else inf
         self._added_bytes_per_s = (
@@ -96,7 +95,9 @@ class Rates:
         self._beside_compute = 1.0 if beside is None or ssd is None else beside.value / ssd.both_bytes_per_s.value
         """Share of the SSD's rates while the CPU computes."""
         self._demand = self._demands(hardware)
-        self._yielding = frozenset(self._demand) - (frozenset() if hardware.device else {READ, WRITE})
+        self._yielding = frozenset(self._demand) - (
+            frozenset() if hardware.device else {LaneName.SSD_READ, LaneName.SSD_WRITE}
+        )
         """Lanes that only get what the others leave. Transfer threads sleep most of the time, so a computing CPU runs
         them first."""
         self.python_ahead = hardware.device is not None
@@ -182,8 +183,8 @@ class Rates:
     def shared(self, lanes: frozenset[str]) -> dict[str, float]:
         """lane -> share of its own rate while `lanes` are busy."""
         shares = dict.fromkeys(lanes, 1.0)
-        if COMPUTE in lanes:
-            for lane in lanes & {READ, WRITE}:
+        if LaneName.COMPUTE in lanes:
+            for lane in lanes & {LaneName.SSD_READ, LaneName.SSD_WRITE}:
                 shares[lane] = self._beside_compute
         for pair, halves in self._pair_shares.items():
             if lanes.issuperset(pair):
@@ -221,17 +222,24 @@ class Rates:
         cpu, ssd = hardware.cpu, hardware.ssd
         if hardware.device is None:
             thread = 1.0 / cpu.cores
-            demand = {COMPUTE: 1.0, UPDATE: 1.0, DEVICE_UPDATE: 1.0, H2D: thread, D2H: thread, COLLECTIVE: thread}
+            demand: dict[str, float] = {
+                LaneName.COMPUTE: 1.0,
+                LaneName.UPDATE: 1.0,
+                LaneName.DEVICE_UPDATE: 1.0,
+                LaneName.H2D: thread,
+                LaneName.D2H: thread,
+                LaneName.COLLECTIVE: thread,
+            }
             if ssd is not None and ssd.cpu_share is not None:
                 # A byte takes as much of the cores in one direction as in both at once, which is what was measured.
                 measured = ssd.both_bytes_per_s.value * self._beside_compute
                 demand |= {
-                    READ: ssd.cpu_share.value * ssd.read_bytes_per_s.value / measured,
-                    WRITE: ssd.cpu_share.value * ssd.write_bytes_per_s.value / measured,
+                    LaneName.SSD_READ: ssd.cpu_share.value * ssd.read_bytes_per_s.value / measured,
+                    LaneName.SSD_WRITE: ssd.cpu_share.value * ssd.write_bytes_per_s.value / measured,
                 }
             return demand
         ram = cpu.memory_bytes_per_s.value / hardware.gpus_per_node
-        return {UPDATE: 1.0, **{lane: rate / ram for lane, rate in self._bytes_per_s.items()}}
+        return {LaneName.UPDATE: 1.0, **{lane: rate / ram for lane, rate in self._bytes_per_s.items()}}
 
 
 def _known(figure: Figure | None, hardware: Hardware, what: str) -> float:

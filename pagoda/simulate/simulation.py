@@ -14,7 +14,7 @@ from statistics import fmean
 from pagoda.plan.activations import BUFFERED
 from pagoda.plan.exchanges import ROWS, Exchange
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE, LANES
+from pagoda.plan.tiers import LANES, LaneName
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
@@ -29,7 +29,7 @@ from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.passes import FEW, Mark, first_passes, pass_begins, with_more_passes
 from pagoda.simulate.rates import Rates, WorkOf, adamw_work
-from pagoda.simulate.timeline import COMPUTE, Timeline
+from pagoda.simulate.timeline import Timeline
 
 _LEAST_STEPS, _MOST_STEPS = 3, 8
 """Number of simulated steps. The simulation stops when a step's last micro-batch takes as long as that of the previous
@@ -99,9 +99,9 @@ class Simulation:
         self._lanes = SimulatedLanes(rates)
         accesses = plan.trace.accesses[:-1]
         self._compute_at = [self._computing(access, tick_s[tick]) for tick, access in enumerate(accesses)]
-        self._compute_in_step = [Work(COMPUTE, "step", 0, seconds) for seconds in tick_s[len(accesses) :]]
+        self._compute_in_step = [Work(LaneName.COMPUTE, "step", 0, seconds) for seconds in tick_s[len(accesses) :]]
         among_ranks = plan.ranks.count > 1 or any(exchange.kind != ROWS for exchange in plan.exchanges)
-        self._stalling = (*LANES, COLLECTIVE) if among_ranks else LANES
+        self._stalling: tuple[str, ...] = (*LANES, LaneName.COLLECTIVE) if among_ranks else LANES
         self._stall_s = dict.fromkeys(self._stalling, 0.0)
         scheduled = schedule_plan(plan)
         # All simulated steps use the same experts, so the trace shows when each is used.
@@ -210,7 +210,7 @@ class Simulation:
         share = _IN_BACKWARD if backward else 1 - _IN_BACKWARD
         bookkeeping = share * sum(slot.param.trainable for slot in unit.slots) * self._rates.parameter_s
         name = f"{'backward' if backward else 'forward'} {unit.name}"
-        return Work(COMPUTE, name, 0, seconds, python_s=bookkeeping)
+        return Work(LaneName.COMPUTE, name, 0, seconds, python_s=bookkeeping)
 
     def _make(self, gradient: Gradient) -> None:
         """Autograd has made a gradient. Compute continues once it has a buffer and not too many bytes are on their
@@ -231,10 +231,10 @@ class Simulation:
     def _exchange(self, access: Access, exchange: Exchange) -> Task:
         name = f"{exchange.kind} {self._plan.units[access.unit].name}"
         if exchange.kind == ROWS:
-            lane = "d2h" if access.phase is Phase.BACKWARD else "h2d"
+            lane = LaneName.D2H if access.phase is Phase.BACKWARD else LaneName.H2D
             return self._lanes.submit(self._lanes.move(lane, name, exchange.sent))
         seconds = self._rates.exchange_seconds(exchange)
-        return self._lanes.submit(Work(COLLECTIVE, name, exchange.sent, seconds))
+        return self._lanes.submit(Work(LaneName.COLLECTIVE, name, exchange.sent, seconds))
 
     def _wait_for(self, task: Task) -> None:
         self._wait(lambda: task.done)

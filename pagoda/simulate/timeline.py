@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from pagoda.plan.tiers import COLLECTIVE, LANES
+from pagoda.plan.tiers import LANES, LaneName
 from pagoda.schedule.served import AccessCounts, Served, count_accesses
 
 COMPUTE = "compute"
 """The thread or stream that runs the model."""
-ALL_LANES = (COMPUTE, *LANES, COLLECTIVE)
+ALL_LANES = (COMPUTE, *LANES, LaneName.COLLECTIVE)
 """Every lane, in the order in which tables show them."""
 _BINDING = 0.05
 """Share of a step for which compute waits for a lane that binds it, at least."""

@@ -9,7 +9,7 @@ from typing import Any
 from pagoda.plan.blocks import stream_plan
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import COLLECTIVE, INLINE_BYTES, SSD
+from pagoda.plan.tiers import INLINE_BYTES, SSD, LaneName
 from pagoda.plan.traffic import Traffic
 from pagoda.schedule.operations import ReadAhead, Update
 from pagoda.schedule.stream import Action, Block, Do, Stream
@@ -96,10 +96,10 @@ class SimulatedUpdates:
         name, seconds = f"share {spec.name}", self._rates.ring_seconds(sent, self._plan.layout.group(spec))
         after: list[Task] = []
         if read or write:
-            after = [lanes.submit(lanes.move("ssd_read", name, read), self._sharing)]
-        task = lanes.submit(Work(COLLECTIVE, name, sent, seconds), after)
+            after = [lanes.submit(lanes.move(LaneName.SSD_READ, name, read), self._sharing)]
+        task = lanes.submit(Work(LaneName.COLLECTIVE, name, sent, seconds), after)
         if write:
-            task = lanes.submit(lanes.move("ssd_write", name, write), [task])
+            task = lanes.submit(lanes.move(LaneName.SSD_WRITE, name, write), [task])
             self._sharing = [task]
         return task
 
@@ -116,18 +116,21 @@ class SimulatedUpdates:
             return self._lanes.move(lane, f"{verb} {name}", _part(nbytes, start, stop, total), states * blocks)
 
         if do is Do.READ:
-            return [move("ssd_read", "read", traffic.streamed, on_ssd)]
+            return [move(LaneName.SSD_READ, "read", traffic.streamed, on_ssd)]
         if do is Do.WRITE:
-            return [move("ssd_write", "write", traffic.streamed, on_ssd)]
+            return [move(LaneName.SSD_WRITE, "write", traffic.streamed, on_ssd)]
         on_device, count = unit in plan.placement.on_device, stop - start
         spec = plan.units[unit]
         seconds = rates.device_update_seconds(spec, count, blocks) if on_device else rates.update_seconds(spec, count)
-        touched, lane = _part(traffic.touched, start, stop, total), "device_update" if on_device else "update"
+        touched, lane = (
+            _part(traffic.touched, start, stop, total),
+            LaneName.DEVICE_UPDATE if on_device else LaneName.UPDATE,
+        )
         works = [Work(lane, f"update {name}", touched, seconds, blocks)]
         if coming := traffic.passed + traffic.brought:
-            works.insert(0, move("h2d", "read", coming, len(moving)))
+            works.insert(0, move(LaneName.H2D, "read", coming, len(moving)))
         if traffic.passed:
-            works.append(move("d2h", "write", traffic.passed, len(moving)))
+            works.append(move(LaneName.D2H, "write", traffic.passed, len(moving)))
         return works
 
 

@@ -13,8 +13,9 @@ from pagoda.memory.files import read_regular
 from pagoda.memory.forms import FormError, whole
 from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
+from pagoda.plan.tiers import LaneName
 from pagoda.simulate.hardware import Figure
-from pagoda.simulate.timeline import ALL_LANES, COMPUTE
+from pagoda.simulate.timeline import ALL_LANES
 from pagoda.train.config import flat
 from pagoda.train.metrics import STEP_FORM, read_evaluations, read_metrics
 from pagoda.train.page import COLOURS, bars, drawing, figure_of, folded, legend, listed, look, page, pairs, table
@@ -129,7 +130,7 @@ def _lanes(predicted: _Record | None, measured: _Record | None, why: str = "") -
         name = title.partition(",")[0].lower()
         head += [f"{name}: works", f"{name}: compute waits"]
         for row, lane in zip(rows, lanes, strict=True):
-            waits = "" if lane == COMPUTE else format_seconds(timeline["stall_s"].get(lane, 0.0))
+            waits = "" if lane == LaneName.COMPUTE else format_seconds(timeline["stall_s"].get(lane, 0.0))
             row += [format_seconds(timeline["busy_s"].get(lane, 0.0)), waits]
     said = "What compute and every lane do in a step; the table below has the seconds"
     page = drawing(figure, "One step", said) + table(head, rows)
@@ -179,7 +180,7 @@ def _speed(steps: Sequence[_Record], plan: _Record | None) -> str:
         for lane in sorted(lanes, key=lambda lane: -waited[lane])
     ]
     worn = ""
-    if plan and plan["endurance"] and (written := moved.get("ssd_write", 0)):
+    if plan and plan["endurance"] and (written := moved.get(LaneName.SSD_WRITE, 0)):
         rated = Figure(plan["endurance"]["value"], plan["endurance"]["source"])
         worn = listed([f"SSD: {wear(written // len(steps), len(steps), rated)}."])
     return (

@@ -12,8 +12,8 @@ from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.machine import Machine
 from pagoda.memory.sizes import format_rate
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import LaneName
 from pagoda.simulate.machines import find_machine
-from pagoda.simulate.timeline import COMPUTE
 
 from .machines import GIB, MIB, SMALL, figure
 
@@ -85,7 +85,7 @@ def test_advice_that_is_followed_is_accepted_and_gives_what_it_says(machine: str
         if "updates run during backward" in line:
             assert other.plan.options.update_during_backward
     if "Compute binds" in lines[0]:
-        assert one.timeline.binding_lane == COMPUTE
+        assert one.timeline.binding_lane == LaneName.COMPUTE
 
 
 @pytest.mark.parametrize(("machine", "flags"), [

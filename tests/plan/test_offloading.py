@@ -11,12 +11,11 @@ from pagoda.plan.activations import ActivationPlan, BlockSizes, Policy, StepSize
 from pagoda.plan.options import Options
 from pagoda.plan.placement import ACTIVATIONS, VERSIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.tiers import HOST, SSD
+from pagoda.plan.tiers import HOST, SSD, LaneName
 from pagoda.plan.trace import Phase
 from pagoda.plan.traffic import activations_at
 from pagoda.simulate.hardware import Hardware, Link
 from pagoda.simulate.simulation import simulate
-from pagoda.simulate.timeline import COMPUTE
 
 from .strategies import GPU as FAST_GPU, LARGE, STATES, figure
 from .test_planner import tower
@@ -124,4 +123,4 @@ def test_a_step_waits_for_what_a_slow_link_has_to_move(unit_limit: int) -> None:
     assert slow.step_s >= nbytes / 1e9 * 2 * 0.9
     assert slow.stall_s["h2d"] + slow.stall_s["d2h"] > 0
     assert slow.step_s <= sum(ticks) + 2 * nbytes / 1e9 + plan.parameters * 30 / 1e9
-    assert slow.busy_s[COMPUTE] == pytest.approx(sum(ticks), rel=0.01)
+    assert slow.busy_s[LaneName.COMPUTE] == pytest.approx(sum(ticks), rel=0.01)

@@ -17,7 +17,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks, ring_bytes
-from pagoda.plan.tiers import COLLECTIVE, DEVICE, HOST
+from pagoda.plan.tiers import DEVICE, HOST, LaneName
 from pagoda.plan.trace import Phase, gradients_of
 from pagoda.plan.traffic import exchanges_at, traffic_of
 from pagoda.plan.units import ModuleSpec
@@ -102,7 +102,7 @@ def test_what_is_sent_is_zeros_volume(stage: int, volumes: int) -> None:
     root = tower(16, 256)
     plan = make_plan(root, STATES["bf16"], Budgets(LARGE, 1 << 20), Options(page_bytes=4096), shared(8, stage))
     weights = 2 * sum(param.numel for param in root.walk())
-    total = simulate(plan, NODE, [1e-3] * (len(plan.trace.accesses) - 1)).bytes_moved[COLLECTIVE]
+    total = simulate(plan, NODE, [1e-3] * (len(plan.trace.accesses) - 1)).bytes_moved[LaneName.COLLECTIVE]
     # The units that end forward begin backward, and are gathered once.
     assert 0.85 * volumes <= total / ring_bytes(weights, 8) <= 1.02 * volumes
 
@@ -190,10 +190,10 @@ def test_a_rank_with_all_weights_on_ssd_reads_its_slice_to_send_it_and_writes_th
     timeline = simulate(plan, NODE, [1e-3] * (len(plan.trace.accesses) - 1))
     moved = {
         lane: sum(span.nbytes for span in timeline.spans if (span.lane, span.name[:6]) == (lane, "share "))
-        for lane in ("ssd_read", COLLECTIVE, "ssd_write")
+        for lane in ("ssd_read", LaneName.COLLECTIVE, "ssd_write")
     }
     assert (moved["ssd_read"], moved["ssd_write"]) == (sent, kept)
-    assert moved[COLLECTIVE] == ring_bytes(weights, n)
+    assert moved[LaneName.COLLECTIVE] == ring_bytes(weights, n)
 
 
 def test_what_a_guess_has_updated_is_shared_once_it_is_there() -> None:

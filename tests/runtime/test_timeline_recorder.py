@@ -20,7 +20,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import ActivationPlan, Policy
 from pagoda.plan.layout import GRAD
 from pagoda.plan.planner import make_plan
-from pagoda.plan.tiers import HOST, SSD
+from pagoda.plan.tiers import HOST, SSD, LaneName
 from pagoda.plan.trace import Access
 from pagoda.plan.traffic import activations_at
 from pagoda.prepare.construct import describe
@@ -28,7 +28,7 @@ from pagoda.runtime.lanes import Lane, Work, wait_all
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.simulate.simulation import simulate
-from pagoda.simulate.timeline import COMPUTE, TimelineSpan
+from pagoda.simulate.timeline import TimelineSpan
 from tests.forecast.machines import SMALL
 from tests.zoo import BATCH, LENGTH, VOCABULARY, llama
 
@@ -114,7 +114,7 @@ def test_measured_and_predicted_have_the_same_lanes_and_the_same_work(
         spans = recorded(model, optimizer, before=2, count=2)
         plan = pagoda.plan_of(model)
     step = simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
-    assert {span.lane for span in spans} | {COMPUTE} == {span.lane for span in step.spans}
+    assert {span.lane for span in spans} | {LaneName.COMPUTE} == {span.lane for span in step.spans}
     streams = ("read", "write")
     assert set(count(spans, *streams)) - set(count(step.spans, *streams)) == set()
     # How often a unit is fetched or its gradient spilled depends on when other operations end.
@@ -178,11 +178,11 @@ def test_compute_is_at_work_between_accesses_but_for_its_waits(tmp_path: Path) -
         steps(model, optimizer, llama_loss, 1)
         timeline, plan = optimizer.timeline, pagoda.plan_of(model)
     assert timeline is not None
-    spans = sorted((s for s in timeline.spans if s.lane == COMPUTE), key=lambda span: span.start_s)
+    spans = sorted((s for s in timeline.spans if s.lane == LaneName.COMPUTE), key=lambda span: span.start_s)
     for span, following in pairwise(spans):
         assert span.end_s <= following.start_s + 1e-9
     assert 0 <= spans[0].start_s < spans[-1].end_s <= timeline.step_s
-    assert timeline.busy_s[COMPUTE] <= timeline.step_s - sum(timeline.stall_s.values()) + 1e-6
+    assert timeline.busy_s[LaneName.COMPUTE] <= timeline.step_s - sum(timeline.stall_s.values()) + 1e-6
     names = [name for name, _ in groupby(span.name for span in spans)]
     accesses = [f"{a.phase.name.lower()} {plan.units[a.unit].name}" for a in plan.trace.accesses[:-1]]
     assert names == [*accesses, "step"]

@@ -9,10 +9,11 @@ from live_durations import replay
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.tiers import LaneName
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.simulate.hardware import Drive
 from pagoda.simulate.simulation import simulate
-from pagoda.simulate.timeline import COMPUTE, Timeline, TimelineSpan
+from pagoda.simulate.timeline import Timeline, TimelineSpan
 from tests.plan.strategies import FAST, LARGE, STATES, figure
 from tests.plan.test_planner import tower
 
@@ -47,7 +48,9 @@ def test_compute_takes_as_long_as_it_was_recorded_with_its_waits_left_out_and_in
     plan = plan.retraced(Trace((Access(0, Phase.FORWARD), Access(0, Phase.BACKWARD), STEP)))
     name = plan.units[0].name
     compute = ((f"forward {name}", 0, 1), (f"forward {name}", 2, 3), (f"backward {name}", 3, 6), ("step", 6, 7))
-    recorded = Timeline(7.0, tuple(TimelineSpan(COMPUTE, what, start, end) for what, start, end in compute), {})
+    recorded = Timeline(
+        7.0, tuple(TimelineSpan(LaneName.COMPUTE, what, start, end) for what, start, end in compute), {}
+    )
     assert replay(plan, recorded).step_s == pytest.approx(6.0)
     with pytest.raises(ValueError, match="other accesses"):
         replay(plan, replace(recorded, spans=recorded.spans[2:]))
@@ -57,7 +60,10 @@ def test_threads_that_work_at_once_make_a_lane_faster() -> None:
     plan = plan_of("ram", clipping=True)
     plan = plan.retraced(Trace((Access(0, Phase.FORWARD), Access(0, Phase.BACKWARD), STEP)))
     name = plan.units[0].name
-    compute = (TimelineSpan(COMPUTE, f"forward {name}", 0.0, 1.0), TimelineSpan(COMPUTE, f"backward {name}", 1.0, 2.0))
+    compute = (
+        TimelineSpan(LaneName.COMPUTE, f"forward {name}", 0.0, 1.0),
+        TimelineSpan(LaneName.COMPUTE, f"backward {name}", 1.0, 2.0),
+    )
     sent = plan.layout.elements(plan.units[0], "grad") * plan.layout.offloaded_itemsize(plan.units[0])
     copies = [TimelineSpan("d2h", f"offload {name}", 2.0, 4.0, sent // 2) for _ in range(2)]
     assert replay(plan, Timeline(4.0, (*compute, *copies), {})).step_s == pytest.approx(4.0)

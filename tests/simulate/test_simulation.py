@@ -26,16 +26,16 @@ from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import VERSIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.tiers import HOST, LANES, SSD
+from pagoda.plan.tiers import HOST, LANES, SSD, LaneName
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.schedule.served import Found, hit_rate
 from pagoda.simulate.hardware import DeviceSpeeds, Hardware, Link
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
-from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
+from pagoda.simulate.rates import Rates
 from pagoda.simulate.simulation import Simulation, simulate
-from pagoda.simulate.timeline import COMPUTE, Timeline
+from pagoda.simulate.timeline import Timeline
 from tests.plan.strategies import FAST, GPU, LARGE, STATES, Draw, drained, figure, hardware, plans
 from tests.plan.test_planner import tower
 from update_work import RULES as UPDATED
@@ -75,9 +75,9 @@ def least_bytes(plan: Plan) -> dict[str, int]:
         if traffic[unit].fetched and plan.budgets.device is not None:  # its update ends a lease
             add("h2d", traffic[unit].fetched)
         if traffic[unit].fetched and on_ssd:
-            add(READ, traffic[unit].fetched)
-        add(READ, traffic[unit].streamed)
-        add(WRITE, traffic[unit].streamed)
+            add(LaneName.SSD_READ, traffic[unit].fetched)
+        add(LaneName.SSD_READ, traffic[unit].streamed)
+        add(LaneName.SSD_WRITE, traffic[unit].streamed)
         add("h2d", traffic[unit].passed + traffic[unit].brought)
         add("d2h", traffic[unit].passed)
     for gradient in gradients_of(plan.trace, trained(plan)):
@@ -159,7 +159,7 @@ def test_a_gpu_waits_for_python_to_queue_each_block_of_an_update_and_one_block_i
         streamed = sum(-(-unit.trainable_numel // plan.layout.block_elements) for unit in units)
         blocks = len(units) if home else streamed
         assert streamed >= 2 * len(units) > 10
-        spans = [span for span in step_of(plan, paying).spans if span.lane == DEVICE_UPDATE]
+        spans = [span for span in step_of(plan, paying).spans if span.lane == LaneName.DEVICE_UPDATE]
         assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(blocks * 1e-3, rel=0.01)
 
 
@@ -183,7 +183,9 @@ def test_a_rule_that_does_more_for_an_element_updates_as_much_longer() -> None:
     for rule in (pagoda.AdamW(), pagoda.AdamW(moments="8bit"), pagoda.Adafactor()):
         plan = make_plan(tower(4, 64), rule.states("bf16"), Budgets(LARGE), Options())
         spans = simulate(plan, FAST, [0.0] * (len(plan.trace.accesses) - 1), rule.work).spans
-        seconds[rule.name, rule.element_work] = sum(span.end_s - span.start_s for span in spans if span.lane == UPDATE)
+        seconds[rule.name, rule.element_work] = sum(
+            span.end_s - span.start_s for span in spans if span.lane == LaneName.UPDATE
+        )
     for (_, work), updating in seconds.items():
         assert updating == pytest.approx(work * seconds["AdamW", 1.0], rel=1e-6)
 
@@ -219,9 +221,11 @@ def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_byt
     rates = Rates(machine)
     on_device = plan.placement.on_device
     least = {
-        COMPUTE: sum(ticks),
-        UPDATE: sum(rates.update_seconds(u, u.trainable_numel) for u in plan.units if u.index not in on_device),
-        DEVICE_UPDATE: sum(
+        LaneName.COMPUTE: sum(ticks),
+        LaneName.UPDATE: sum(
+            rates.update_seconds(u, u.trainable_numel) for u in plan.units if u.index not in on_device
+        ),
+        LaneName.DEVICE_UPDATE: sum(
             rates.device_update_seconds(plan.units[u], plan.units[u].trainable_numel, 0) for u in on_device
         ),
     }
@@ -233,7 +237,7 @@ def test_a_step_fits_its_budgets_and_takes_no_less_than_compute_and_than_the_byt
     for span in timeline.spans:
         assert span.start_s >= last.get(span.lane, -timeline.step_s * 10) - 1e-9
         last[span.lane] = span.end_s
-    busy = timeline.busy_s.get(COMPUTE, 0.0)
+    busy = timeline.busy_s.get(LaneName.COMPUTE, 0.0)
     assert busy + sum(timeline.stall_s.values()) == pytest.approx(timeline.step_s)
     assert busy >= sum(ticks) * (1 - 1e-6) - 1e-9
     # Compute waits for weights only where it does not find them.
@@ -263,24 +267,26 @@ def test_weights_that_lanes_cannot_bring_in_time_are_late_and_all_but_the_first_
 
 def test_two_directions_of_an_ssd_share_what_it_moves_in_both() -> None:
     drive = replace(FAST.ssd, both_bytes_per_s=figure(1.2e10))
-    shares = Rates(replace(FAST, ssd=drive)).shared(frozenset({READ, WRITE}))
-    assert (shares[READ] + shares[WRITE]) * 1e10 == pytest.approx(1.2e10)
+    shares = Rates(replace(FAST, ssd=drive)).shared(frozenset({LaneName.SSD_READ, LaneName.SSD_WRITE}))
+    assert (shares[LaneName.SSD_READ] + shares[LaneName.SSD_WRITE]) * 1e10 == pytest.approx(1.2e10)
 
 
-@pytest.mark.parametrize("lanes", [{READ}, {WRITE}, {READ, WRITE}], ids=sorted)
+@pytest.mark.parametrize(
+    "lanes", [{LaneName.SSD_READ}, {LaneName.SSD_WRITE}, {LaneName.SSD_READ, LaneName.SSD_WRITE}], ids=sorted
+)
 def test_a_byte_costs_compute_as_much_in_one_direction_as_in_both(lanes: set[str]) -> None:
-    own = {READ: 9e9, WRITE: 6e9}
+    own = {LaneName.SSD_READ: 9e9, LaneName.SSD_WRITE: 6e9}
     drive = replace(
         FAST.ssd,
-        read_bytes_per_s=figure(own[READ]),
-        write_bytes_per_s=figure(own[WRITE]),
+        read_bytes_per_s=figure(own[LaneName.SSD_READ]),
+        write_bytes_per_s=figure(own[LaneName.SSD_WRITE]),
         both_bytes_per_s=figure(8e9),
         beside_bytes_per_s=figure(4e9),
         cpu_share=figure(0.4),
     )
-    shares = Rates(replace(FAST, ssd=drive)).shared(frozenset({COMPUTE, *lanes}))
+    shares = Rates(replace(FAST, ssd=drive)).shared(frozenset({LaneName.COMPUTE, *lanes}))
     moved = sum(shares[lane] * own[lane] for lane in lanes)
-    assert 1 - shares[COMPUTE] == pytest.approx(moved * 0.4 / 4e9)
+    assert 1 - shares[LaneName.COMPUTE] == pytest.approx(moved * 0.4 / 4e9)
 
 
 def test_compute_alone_takes_as_long_as_it_takes() -> None:
@@ -313,7 +319,7 @@ def test_updates_run_during_backward_only_when_passes_are_announced_and_nothing_
     plan = make_plan(tower(4, 256), STATES["bf16"], Budgets(LARGE), options)
     step = step_of(plan, FAST)
     backward = max(span.start_s for span in step.spans if span.name.startswith("forward"))
-    during = [span for span in step.spans if span.lane == UPDATE and span.start_s > backward]
+    during = [span for span in step.spans if span.lane == LaneName.UPDATE and span.start_s > backward]
     assert bool(during) is during_backward
 
 
@@ -465,14 +471,14 @@ def test_a_step_of_many_micro_batches_is_one_of_few_in_which_some_come_again(pas
     few, all_of_them = simulate(plan, FAST, ticks), Simulation(plan, Rates(FAST), ticks).run()
     assert few.step_s == pytest.approx(all_of_them.step_s, rel=0.01)
     assert few.pass_s == pytest.approx(all_of_them.pass_s, rel=0.02)
-    assert sum(few.stall_s.values()) == pytest.approx(few.step_s - few.busy_s[COMPUTE])
+    assert sum(few.stall_s.values()) == pytest.approx(few.step_s - few.busy_s[LaneName.COMPUTE])
     assert few.bytes_moved.keys() == all_of_them.bytes_moved.keys()
     assert len(few.accesses) == len(all_of_them.accesses)
     assert hit_rate(few.access_counts) == pytest.approx(hit_rate(all_of_them.access_counts), abs=0.02)
     for lane, nbytes in all_of_them.bytes_moved.items():
         assert few.bytes_moved[lane] == pytest.approx(nbytes, rel=0.02)
         assert few.busy_s[lane] == pytest.approx(all_of_them.busy_s[lane], rel=0.02)
-    ends = [max(span.end_s for span in made.spans if span.lane == COMPUTE) for made in (few, all_of_them)]
+    ends = [max(span.end_s for span in made.spans if span.lane == LaneName.COMPUTE) for made in (few, all_of_them)]
     assert few.step_s - ends[0] == pytest.approx(all_of_them.step_s - ends[1], rel=1e-3, abs=1e-9)
     for tier, account in few.held_bytes.items():
         assert all(nbytes <= plan.peak_bytes[tier] for _, nbytes in account)
@@ -490,7 +496,9 @@ class _Slowed(SimulatedLanes):
         return super().submit(work, after)
 
 
-@given(data=st.data(), machine=st.sampled_from([FAST, GPU]) | hardware(), slow=st.sampled_from((COMPUTE, *LANES)))
+@given(
+    data=st.data(), machine=st.sampled_from([FAST, GPU]) | hardware(), slow=st.sampled_from((LaneName.COMPUTE, *LANES))
+)
 def test_a_lane_that_is_slower_than_all_others_together_binds(
     data: st.DataObject, machine: Hardware, slow: str
 ) -> None:
@@ -502,4 +510,4 @@ def test_a_lane_that_is_slower_than_all_others_together_binds(
     with patch("pagoda.simulate.simulation.SimulatedLanes", _Slowed):
         timeline = simulate(plan, machine, ticks)
     assert timeline.binding_lane == slow
-    assert sum(timeline.stall_s.values()) == pytest.approx(timeline.step_s - timeline.busy_s[COMPUTE])
+    assert sum(timeline.stall_s.values()) == pytest.approx(timeline.step_s - timeline.busy_s[LaneName.COMPUTE])
