@@ -52,7 +52,7 @@ class Figures:
     highest: float
     updates_kept: int
     """Of the last step with clipping: units that were updated during backward."""
-    updates_undone: int
+    updates_called_off: int
 
 
 def seconds_of(trainer: Paged, workload: Workload, steps: int) -> float:
@@ -85,7 +85,7 @@ def measure(
             if number:  # the first round compiles, and finds out what a step uses
                 seconds[on].append(took)
     stats = trainers[True].optimizer.stats
-    kept, undone = stats.updates_kept, stats.updates_undone
+    kept, undone = stats.updates_kept, stats.updates_called_off
     for trainer in trainers.values():
         trainer.close()
     ratios = [on / off for off, on in zip(seconds[False], seconds[True], strict=True)]
@@ -164,7 +164,7 @@ def main(
         figures = [measure(name, memory, workload, limit, rounds, steps, console) for name, memory in places.items()]
     table = Table("state in", "off s", "on s", "ratio", "lowest - highest", "updates kept, undone")
     for f in figures:
-        counts = f"{f.updates_kept}, {f.updates_undone}"
+        counts = f"{f.updates_kept}, {f.updates_called_off}"
         table.add_row(
             f.state_in, f"{f.off_s:.3f}", f"{f.on_s:.3f}", f"{f.ratio:.3f}", f"{f.lowest:.3f} - {f.highest:.3f}", counts
         )

@@ -136,7 +136,7 @@ def measure(workload: Workload, directory: str, rounds: int, speculate: bool, co
                     moved = {lane: trainer.optimizer.stats.bytes_moved[lane] for lane in moved}
                     stats = trainer.optimizer.stats
                     stalls.append(stats.stall_s)
-                    updates.append({"kept": stats.updates_kept, "undone": stats.updates_undone})
+                    updates.append({"kept": stats.updates_kept, "undone": stats.updates_called_off})
                 trainer.optimizer.synchronize()
         console.print(f"round {number}:", {n: round(s[-1], 2) for n, s in seconds.items() if s})
     for trainer in trainers.values():

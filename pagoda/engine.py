@@ -111,7 +111,7 @@ class Engine:
         self._meter = StepMeter(LANES if links.ranks is None else (*LANES, LaneName.COLLECTIVE))
         self._step = 0
         self._speculations = 0, 0
-        """Number of updates before `step()` that were kept and that were undone, up to the last step."""
+        """Number of updates before `step()` that were kept and that were called off, up to the last step."""
         self.device = device
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, mesh)
@@ -175,7 +175,7 @@ class Engine:
         with self.active_forwards.alone(), as_plain():  # it asks each parameter for its gradient
             self.accesses.check_usable()
             self.check_not_gathered("optimizer.step()")
-            self.accesses.turn.run(self._take_step, ended, late)
+            self.accesses.compute_lock.run(self._take_step, ended, late)
 
     @torch.no_grad()
     def _take_step(self, ended: Callable[[], None], late: bool) -> None:
@@ -298,7 +298,7 @@ class Engine:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, no other thread computes: neither a forward nor another event of training."""
-        with self.active_forwards.alone(), self.accesses.turn.lock:
+        with self.active_forwards.alone(), self.accesses.compute_lock.lock:
             yield
 
     @contextmanager
@@ -326,11 +326,11 @@ class Engine:
             except Exception as error:  # damage stays until the end; `step()` finds what is not finite once more
                 if self.damage.cause is None and not isinstance(error, PagodaError):
                     raise  # it is a signal's
-        self.accesses.turn.run(self._executor.updates.give_up)
+        self.accesses.compute_lock.run(self._executor.updates.give_up)
         try:
-            self.accesses.turn.run(self.stepper.drop_step)
+            self.accesses.compute_lock.run(self.stepper.drop_step)
             self.accesses.agree("loading a checkpoint")
-            self.accesses.wait_until_idle()  # what that has undone must have ended before states change
+            self.accesses.wait_until_idle()  # what that has called off must have ended before states change
             self.saver.settle()
         finally:
             self._executor.updates.gives_up = False
@@ -457,7 +457,7 @@ class Engine:
         """`norms` are None if the step was skipped."""
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
-        *_, kept, undone = self.scheduler.usage
+        *_, kept, called_off = self.scheduler.usage
         activations = self.graphs.end_step()
         self.stats = StepStats(
             step=self._step,
@@ -475,10 +475,10 @@ class Engine:
             replanned=replanned,
             staleness=dict(self.accesses.staleness),
             updates_kept=kept - self._speculations[0],
-            updates_undone=undone - self._speculations[1],
+            updates_called_off=called_off - self._speculations[1],
             activation_bytes=activations,
         )
-        self._speculations = kept, undone
+        self._speculations = kept, called_off
         if meter.recorder is not None:
             self._end_recording(meter.recorder)
         meter.reset()

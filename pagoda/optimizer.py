@@ -212,7 +212,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     param.grad.zero_()
             return
         with as_plain():
-            self._engine.accesses.turn.run(self._zero_grad)
+            self._engine.accesses.compute_lock.run(self._zero_grad)
 
     def _zero_grad(self) -> None:
         self._engine.stepper.zero_grad()
@@ -383,7 +383,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def checkpoint_bytes(self, copied: bool = False) -> int:
         """Bytes that the tensors of the next checkpoint take in its directory. Without `copied`, state on SSD that can
         stay in its pages does not count. All ranks call this at the same point."""
-        with self._engine.accesses.turn.lock:
+        with self._engine.accesses.compute_lock.lock:
             return self._snapshot.nbytes(named(self.param_groups), copied)
 
     def restart_clock(self) -> None:

@@ -368,7 +368,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "schedule/records.py": {
         "a prefetch calls a speculative update off": (
-            "return self.guess is not None or",
+            "return self.speculative is not None or",
             "return",
             "schedule/test_schedule.py",
         ),
@@ -478,7 +478,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "a speculative update that failed is not undone": (
-            "update.withdrawn, self._calm = True, 0",
+            "update.called_off, self._calm = True, 0",
             "self._calm = 0",
             "schedule/test_schedule.py",
         ),
@@ -498,7 +498,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "drained updates may still be undone": (
-            "            self.undo_all()\n            self._retry_all()",
+            "            self.call_off_all()\n            self._retry_all()",
             "            self._retry_all()",
             "schedule/test_schedule.py",
         ),
@@ -530,7 +530,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "schedule/scheduler.py": {
         "an access does not undo": (
-            "        self.updates.undo(unit)\n        self.leases.access(unit)",
+            "        self.updates.call_off(unit)\n        self.leases.access(unit)",
             "        self.leases.access(unit)",
             "schedule/test_schedule.py",
         ),
@@ -540,17 +540,17 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "a speculative update stands though gradients are clipped": (
-            "        if clipped or skipped:\n            self.updates.undo_all()\n",
+            "        if clipped or skipped:\n            self.updates.call_off_all()\n",
             "",
             "schedule/test_schedule.py",
         ),
         "a fetch does not undo a guess": (
-            "            self.updates.undo(lease.unit)\n",
+            "            self.updates.call_off(lease.unit)\n",
             "",
             "schedule/test_ranks.py",
         ),
         "what another rank reads is not undone": (
-            "        self.updates.undo(unit)\n        self.leases.others_read",
+            "        self.updates.call_off(unit)\n        self.leases.others_read",
             "        self.leases.others_read",
             "schedule/test_ranks.py",
         ),
@@ -560,7 +560,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "a gradient does not undo": (
-            "        self.updates.undo(unit)\n        if reduced",
+            "        self.updates.call_off(unit)\n        if reduced",
             "        if reduced",
             "schedule/test_schedule.py",
         ),

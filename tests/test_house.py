@@ -117,7 +117,7 @@ def test_imports_point_down_the_house() -> None:
 
 def test_the_parts_of_the_scheduler_are_its_own() -> None:
     """Others tell the scheduler events, ask it questions, and read its records."""
-    parts = {"order", "versions", "gradients", "leases", "checkpoint", "updates", "lateness"}
+    parts = {"order", "versions", "gradients", "leases", "checkpoint", "updates", "staleness"}
     reaches = [
         f"{module}, line {node.lineno}: scheduler.{node.attr}"
         for module in MODULES

@@ -34,7 +34,7 @@ LET_UPDATES_WAIT = "leave out wrap(gradient_accumulation_steps=...) (in a Traine
 _Result = TypeVar("_Result")
 
 
-class Turn:
+class ComputeLock:
     """Gives compute and other threads turns. In a turn, an event of compute changes several things.
 
     Signals are held back meanwhile, except where the event waits. So an event happens as a whole or, if a wait ends
@@ -87,11 +87,11 @@ class Turn:
 
 
 def event(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """A method of an object with a `turn`, as an event."""
+    """A method of an object with a `compute_lock`, as an event."""
 
     @wraps(method)
     def run(self: Any, *arguments: Any) -> _Result:
-        result: _Result = self.turn.run(method, self, *arguments)
+        result: _Result = self.compute_lock.run(method, self, *arguments)
         return result
 
     return run
@@ -100,8 +100,8 @@ def event(method: Callable[..., _Result]) -> Callable[..., _Result]:
 class Accesses:
     """Tells the scheduler about compute's events, and waits where compute must wait.
 
-    One thread at a time computes, and holds `turn` for each event. A thread that saves or loads holds it meanwhile. So
-    for compute, both happen between two events.
+    One thread at a time computes, and holds `compute_lock` for each event. A thread that saves or loads holds it
+    meanwhile. So for compute, both happen between two events.
 
     The scheduler is told about the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
     once per operation, and so does code outside forwards. Reads in a row count as one use, which ends when compute does
@@ -121,7 +121,7 @@ class Accesses:
         """`owner` lives as long as anything that can access weights, such as a graph."""
         self._owner = owner
         self.plan = plan
-        self.turn = Turn(executor.driver, executor.poll)
+        self.compute_lock = ComputeLock(executor.driver, executor.poll)
         self._executor = executor
         self._driver = executor.driver
         self._scheduler: Scheduler = executor.driver.scheduler
@@ -238,7 +238,7 @@ class Accesses:
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Tell the scheduler an event of compute. Compute reads nothing meanwhile."""
-        self.turn.run(self._tell, event, *arguments, looks=False)
+        self.compute_lock.run(self._tell, event, *arguments, looks=False)
 
     def _tell(self, event: Callable[..., None], *arguments: Any) -> None:
         self.end_read()
@@ -266,7 +266,7 @@ class Accesses:
                 self._wait(unit)
             lease = self._leases.of(unit)
             if lease is not None and lease.ready is not None and not lease.ready.succeeded:
-                self._device.wait_for(self.turn.waiting(lease.ready.wait_until_issued))
+                self._device.wait_for(self.compute_lock.waiting(lease.ready.wait_until_issued))
         except BaseException:
             self.tell(self._scheduler.release, unit.index)
             raise
@@ -304,10 +304,10 @@ class Accesses:
             return until() or self._scheduler.broken or self._executor.drive_error is not None
 
         with self.meter.waiting(lane), labelled(f"pagoda::wait_{lane}"):
-            self.turn.waiting(self._driver.wait, ended, lambda: self._find_way_out(ended, refuse))
+            self.compute_lock.waiting(self._driver.wait, ended, lambda: self._find_way_out(ended, refuse))
         # It may hold no longer: ranks may have added up another gradient since.
         if not until():
-            self.turn.waiting(self._executor.raise_failure)
+            self.compute_lock.waiting(self._executor.raise_failure)
 
     def agree(self, what: str) -> None:
         """Return when all ranks do the named thing, which changes weights. Raises UsageError if some do another
@@ -321,7 +321,7 @@ class Accesses:
         weights = [scheduler.weights(unit.index) for unit in self.plan.units]
         if not self.closed and any(of.lag if show else of.unannounced for of in weights):
             self.agree("applying all asynchronous updates")
-        self.turn.run(self._drain, show)
+        self.compute_lock.run(self._drain, show)
 
     def _drain(self, show: bool) -> None:
         scheduler = self._scheduler
@@ -335,12 +335,12 @@ class Accesses:
     @event
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whether operations succeed or fail."""
-        self.turn.waiting(self._driver.wait, lambda: self._scheduler.idle, lambda: None)
+        self.compute_lock.waiting(self._driver.wait, lambda: self._scheduler.idle, lambda: None)
         self._drop_ahead()
 
     def _drop_ahead(self) -> None:
         self._executor.updates.drop_ahead()
-        self.turn.waiting(self._executor.updates.wait_until_idle)
+        self.compute_lock.waiting(self._executor.updates.wait_until_idle)
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler = unit.index, self._scheduler
@@ -351,7 +351,7 @@ class Accesses:
         self.wait(lambda: scheduler.ready(index) or unit.fetch_error is not None, lane, lambda: self._refuse(unit))
         error, unit.fetch_error = unit.fetch_error, None  # its traceback keeps tensors alive
         if error is not None and not scheduler.ready(index):
-            self.turn.waiting(raise_error, error)
+            self.compute_lock.waiting(raise_error, error)
 
     def _lane_of_fetch(self, unit: LiveUnit) -> str:
         lease = self._leases.of(unit)
@@ -375,7 +375,7 @@ class Accesses:
         for collects in (False, True):
             if collects:
                 gc.collect()  # reference cycles may keep views of leases alive
-            self.turn.run(self._executor.poll)
+            self.compute_lock.run(self._executor.poll)
             if not stuck():
                 return
         self._executor.raise_spill_failure()

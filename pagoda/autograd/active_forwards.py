@@ -86,9 +86,9 @@ class ActiveForwards:
         if self._resident:
             return
         if self._running:
-            self._accesses.turn.run(self._close, self._running[0])
+            self._accesses.compute_lock.run(self._close, self._running[0])
         if self._packing.is_left_over:
-            self._accesses.turn.run(self._packing.end_leftovers)
+            self._accesses.compute_lock.run(self._packing.end_leftovers)
 
     def _run(self, units: Sequence[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._resident and torch.is_grad_enabled():
@@ -113,7 +113,7 @@ class ActiveForwards:
             try:
                 with holding_back(), torch.no_grad():  # so that its accesses belong to no step
                     self._accesses.end_read()
-                    self._accesses.turn.run(self._open, forward, new)
+                    self._accesses.compute_lock.run(self._open, forward, new)
                     self._resident |= new
                 yield
             finally:
@@ -137,7 +137,7 @@ class ActiveForwards:
         """
         if not self.runs_here:
             return False
-        self._accesses.turn.run(self._read, self._running[-1], units)
+        self._accesses.compute_lock.run(self._read, self._running[-1], units)
         return True
 
     def _read(self, forward: _Forward, units: Sequence[LiveUnit]) -> None:
@@ -149,7 +149,7 @@ class ActiveForwards:
         """Hide what running forwards have read, if a function is about to read `units` and may need room for them. So
         nothing that it uses is hidden while it begins."""
         if self.runs_here and (len(units) > 1 or not all(map(self._accesses.is_leased, units))):
-            self._accesses.turn.run(self._give_back, ())
+            self._accesses.compute_lock.run(self._give_back, ())
 
     @contextmanager
     def around_function(self) -> Iterator[None]:
@@ -192,7 +192,7 @@ class ActiveForwards:
             self._accesses.end_read()
         forward = _Forward(Phase.BACKWARD if in_backward else Phase.FORWARD)
         try:
-            self._accesses.turn.run(self._open, forward, units)
+            self._accesses.compute_lock.run(self._open, forward, units)
             result = call(*args, **kwargs)
         finally:
             self._end(forward)
@@ -202,10 +202,10 @@ class ActiveForwards:
     def _end(self, forward: _Forward) -> None:
         """End a forward, also if a signal's handler raises before that has begun."""
         try:
-            self._accesses.turn.run(self._close, forward)
+            self._accesses.compute_lock.run(self._close, forward)
         finally:
             if forward in self._running:
-                self._accesses.turn.run(self._close, forward)
+                self._accesses.compute_lock.run(self._close, forward)
 
     def _open(self, forward: _Forward, units: Iterable[LiveUnit]) -> None:
         forward.packs = self._packing.enter()

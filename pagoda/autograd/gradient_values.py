@@ -81,7 +81,7 @@ class GradientValues:
         With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
         of all parameters.
         """
-        return self._accesses.turn.run(self._norm, unit, slot)
+        return self._accesses.compute_lock.run(self._norm, unit, slot)
 
     def _norm(self, unit: LiveUnit, slot: int) -> float:
         gradient = self._gradients.latest(unit)
@@ -113,7 +113,7 @@ class GradientValues:
 
     def read(self, unit: LiveUnit, slot: int, asked_by: str) -> ValuesCopy:
         """A copy of a gradient, as plain PyTorch has it."""
-        return self._accesses.turn.run(self._read, unit, slot, asked_by)
+        return self._accesses.compute_lock.run(self._read, unit, slot, asked_by)
 
     def _read(self, unit: LiveUnit, slot: int, asked_by: str) -> ValuesCopy:
         with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
@@ -130,7 +130,7 @@ class GradientValues:
     ) -> None:
         """Let `values`, in the shape and dtype of the parameter, be its gradient. `reading`: what they were made of.
         Elements that have not changed since keep the precision that pages have."""
-        self._accesses.turn.run(self._write, unit, slot, values, asked_by, reading)
+        self._accesses.compute_lock.run(self._write, unit, slot, values, asked_by, reading)
 
     def _write(
         self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: ValuesCopy | None
@@ -149,7 +149,7 @@ class GradientValues:
             self.factors.pop((unit.index, slot), None)  # before waits, which an exception may end
             self.changed()
             self._stepper.request_buffer(gradient, False, delivery)
-            self._accesses.turn.waiting(gradient.settle)
+            self._accesses.compute_lock.waiting(gradient.settle)
 
     def assign(self, unit: LiveUnit, slot: int, value: Any) -> None:
         """`param.grad` is set to a tensor. A parameter that no step updates keeps that tensor."""

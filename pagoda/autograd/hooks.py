@@ -187,7 +187,7 @@ class ModelHooks:
                     param.grad = None
 
         def after(_param: torch.Tensor) -> None:
-            self._engine.accesses.turn.run(take)
+            self._engine.accesses.compute_lock.run(take)
 
         def take() -> None:
             with as_plain():

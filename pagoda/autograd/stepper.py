@@ -114,7 +114,7 @@ class Stepper:
     def _offload(self, gradient: UnitGradient, last: bool) -> None:
         """Copy a unit's gradients from autograd to its buffer, and wait while too many bytes are on their way."""
         self.request_buffer(gradient, last, self.gradients.gather(gradient))
-        self.accesses.turn.waiting(self.gradients.hold_back)
+        self.accesses.compute_lock.waiting(self.gradients.hold_back)
 
     def request_buffer(self, gradient: UnitGradient, last: bool, delivery: Delivery) -> None:
         """Tell the scheduler about a gradient, and wait until it has a buffer. `last`: no other gradient of the unit
@@ -139,7 +139,7 @@ class Stepper:
 
     def updates_have_begun(self) -> bool:
         """Whether some unit has begun its update of this step during backward."""
-        return self.accesses.turn.run(self._updates_have_begun)
+        return self.accesses.compute_lock.run(self._updates_have_begun)
 
     def _updates_have_begun(self) -> bool:
         self.accesses.end_read()
@@ -202,7 +202,7 @@ class Stepper:
 
     def clip(self, limit: float) -> float:
         """Clip this step's gradients. Returns their norm before clipping."""
-        return self.accesses.turn.run(self._clip, limit)
+        return self.accesses.compute_lock.run(self._clip, limit)
 
     def _clip(self, limit: float) -> float:
         if not limit >= 0:
@@ -344,7 +344,7 @@ class Stepper:
             self._await_buffers(gradients[0])
         with self.accesses.meter.waiting(LaneName.D2H):
             for gradient in gradients:
-                self.accesses.turn.waiting(gradient.settle)
+                self.accesses.compute_lock.waiting(gradient.settle)
 
     def _square_sums(self, gradients: Iterable[UnitGradient], counts: Counts) -> list[list[float]]:
         """By param group, the sums of squares of the gradients that this step uses and a norm counts."""

@@ -112,7 +112,7 @@ class Snapshot:
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {file: {name: tensor.cpu().clone() for name, tensor in held.items()} for file, held in apart.items()}
         what = contents, content, copies, apart_specs
-        self._engine.accesses.turn.run(self._start, directory, *what, replaces, on_error, on_complete)
+        self._engine.accesses.compute_lock.run(self._start, directory, *what, replaces, on_error, on_complete)
 
     def _start(
         self,

@@ -202,7 +202,7 @@ class Executor:
         a lease."""
         for unit in self._units:  # the scheduler outlives this, with its records
             weights = self._scheduler.weights(unit.index)
-            one_each = [weights.update, weights.asking, weights.guess, weights.unannounced]
+            one_each = [weights.update, weights.asking, weights.speculative, weights.unannounced]
             records = [weights.requested, self._scheduler.gradient_of(unit.index)]
             for update in filter(None, (*one_each, *weights.later, *weights.sharing)):
                 update.payload = None

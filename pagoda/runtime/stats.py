@@ -68,8 +68,8 @@ class StepStats:
     updates_kept: int = 0
     """Number of units that were updated during backward before the norm was known, and whose update was kept because
     nothing was clipped."""
-    updates_undone: int = 0
-    """Number of units whose update during backward was undone, because gradients were clipped or states were asked
+    updates_called_off: int = 0
+    """Number of units whose update during backward was called off, because gradients were clipped or states were asked
     for."""
     activation_bytes: ActivationBytes = field(default_factory=ActivationBytes)
     """Bytes that graphs kept between forward and backward: in compute's memory at the peak of the step, and offloaded

@@ -21,7 +21,7 @@ only the parts before it:
     checkpoints.py  which states a checkpoint reads next: SAVE
     updates.py      which update runs next, and which version it makes: ASK, REQUEST, UPDATE,
                     CONFIRM, SHARE, READ_AHEAD
-    lateness.py     which steps see asynchronous updates
+    staleness.py     which steps see asynchronous updates
 
 `records.py` has what they know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It passes
 each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now ("pump").

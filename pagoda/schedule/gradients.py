@@ -130,8 +130,8 @@ class Gradients:
         self._changed(record)
 
     def used(self, record: GradientRecord, last: bool) -> None:
-        """An update has read a gradient. If `last`, the gradient is dropped. Otherwise the update may be undone, and
-        another update needs the gradient."""
+        """An update has read a gradient. If `last`, the gradient is dropped. Otherwise the update may be called off,
+        and another update needs the gradient."""
         record.in_use = False
         self._read.pop(record, None)
         self._changed(record)

@@ -113,7 +113,7 @@ class UpdateRecord:
     """Whether the update has read its gradient for the last time."""
     has_written: bool = False
     """Whether the update has written the new weights."""
-    withdrawn: bool = False
+    called_off: bool = False
     """Whether the update was called off while it ran. What it writes is given up once it has ended."""
     payload: Any = None
     """What the executor knows of the update."""
@@ -137,7 +137,7 @@ class Weights:
     """The update that is queued or under way."""
     asking: UpdateRecord | None = None
     """An early update that is not queued yet."""
-    guess: UpdateRecord | None = None
+    speculative: UpdateRecord | None = None
     """A speculative update, in any state, until it is confirmed or called off."""
     sharing: list[UpdateRecord] = field(default_factory=list)
     """Requested updates of which other ranks' parts have not arrived, oldest first."""
@@ -159,4 +159,4 @@ class Weights:
     def await_update(self) -> bool:
         """Whether the version that accesses read waits for an update, or for other ranks' parts. True also while a
         speculative update is neither confirmed nor called off."""
-        return self.guess is not None or self.newest < self.version or bool(self.sharing)
+        return self.speculative is not None or self.newest < self.version or bool(self.sharing)

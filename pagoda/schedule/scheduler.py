@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from pagoda.plan.trace import Access, Trace
 from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients
-from pagoda.schedule.lateness import Lateness
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import (
     Ask,
@@ -25,6 +24,7 @@ from pagoda.schedule.operations import (
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import GradientRecord, Lease, UpdateState, Weights
 from pagoda.schedule.served import Found
+from pagoda.schedule.staleness import Staleness
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
@@ -40,7 +40,7 @@ class Usage(NamedTuple):
     most_pages: int
     kept: int
     """Speculative updates that were confirmed."""
-    undone: int
+    called_off: int
     """Speculative updates that were called off."""
 
 
@@ -77,7 +77,7 @@ class Scheduler:
         self.updates = UpdateSchedule(
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
-        self.lateness = Lateness(self.versions, self.leases, self.updates)
+        self.staleness = Staleness(self.versions, self.leases, self.updates)
 
     # --- events of compute ---
 
@@ -86,10 +86,10 @@ class Scheduler:
         step, and so to the step's trace. Accesses of an evaluation do not."""
         unit = access.unit
         announced = self.order.access(access, recorded)
-        self.updates.undo(unit)
+        self.updates.call_off(unit)
         self.leases.access(unit)
         self._fetch(self.leases.expect(announced))
-        self.lateness.step_begun |= recorded
+        self.staleness.step_begun |= recorded
         self.updates.wanted(unit)
         self._pump()
 
@@ -117,7 +117,7 @@ class Scheduler:
         `step()`. `delivery`: what the executor knows of this part of the unit's gradient of this step. Compute must
         wait while `held_back`. `reduced`: ranks add it up first, so `reduce` follows.
         """
-        self.updates.undo(unit)
+        self.updates.call_off(unit)
         if reduced:
             record = self.gradients.expect(unit, self.steps, complete)
         else:
@@ -140,15 +140,15 @@ class Scheduler:
     ) -> None:
         """`step()` was called: queue an update of each unit that has a gradient. OFFLOADs may still be under way.
 
-        `clipped`: gradients are clipped, so speculative updates are undone first. `skipped`: there are no updates, and
-        gradients are dropped. `changed`: units whose hyperparameters differ from those that their speculative update
-        used. Their updates are undone too. `unused`: units whose gradients were dropped.
+        `clipped`: gradients are clipped, so speculative updates are called off first. `skipped`: there are no updates,
+        and gradients are dropped. `changed`: units whose hyperparameters differ from those that their speculative
+        update used. Their updates are called off too. `unused`: units whose gradients were dropped.
         """
         if clipped or skipped:
-            self.updates.undo_all()
+            self.updates.call_off_all()
         for unit in (*changed, *unused):
-            self.updates.undo(unit)
-        self.lateness.end_step()
+            self.updates.call_off(unit)
+        self.staleness.end_step()
         for record in self.gradients.take_all():
             if skipped or record.unit in unused:
                 self._drop(record)
@@ -162,7 +162,7 @@ class Scheduler:
 
     def drop_gradients(self) -> None:
         """The gradients of this step are dropped, by `zero_grad()` or by an exception before `step()`."""
-        self.updates.undo_all()
+        self.updates.call_off_all()
         for record in self.gradients.take_all():
             self._drop(record)
         self.steps += 1
@@ -172,9 +172,9 @@ class Scheduler:
         """Begin or stop draining. While draining, every queued update must end, and no speculative update begins.
         Compute waits until `drained`. `show`: later steps see all updates, also asynchronous ones."""
         if draining and show:
-            self.lateness.show_all()
+            self.staleness.show_all()
         elif draining:
-            self.lateness.announce_all()
+            self.staleness.announce_all()
         self.updates.drain(draining)
         self._pump()
 
@@ -198,7 +198,7 @@ class Scheduler:
         for unit, weights in enumerate(self.versions.of):  # with the new edition, other ranks may read them
             weights.edition += 1
             self.leases.changed(unit)
-        self.lateness.restored()
+        self.staleness.restored()
         self._pump()
 
     def try_again(self) -> None:
@@ -209,7 +209,7 @@ class Scheduler:
     def prepare_checkpoint(self) -> None:
         """A checkpoint is requested. It can begin once `checkpoint_prepared` is true and asynchronous updates have
         settled."""
-        self.updates.undo_all()
+        self.updates.call_off_all()
         self._pump()
 
     def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
@@ -229,14 +229,14 @@ class Scheduler:
         """Ranks add up gradients of a unit now, and the mean needs its buffer. `here`: autograd has made one of them
         here, of which `gradient` has told. `payload`: as for `begin_gradient`. `delivery`: as for `gradient`."""
         if not here:
-            self.updates.undo(unit)
+            self.updates.call_off(unit)
         self.gradients.reduce(unit, self.steps, here, payload, delivery)
         self._pump(ranks_agree=False)
 
     def others_read(self, unit: int) -> None:
         """Another rank reads a unit's weights in their home from now on. No update of the unit begins until
         `others_have_read`."""
-        self.updates.undo(unit)
+        self.updates.call_off(unit)
         self.leases.others_read(unit, begin=True)
         self._pump(ranks_agree=False)
 
@@ -414,7 +414,7 @@ class Scheduler:
     def usage(self) -> Usage:
         """What leases, gradient buffers and speculative updates have used so far."""
         frames, pages, updates = self.leases.frames, self.gradients.pages, self.updates
-        return Usage(frames.in_use, frames.peak, pages.in_use, pages.peak, updates.times_kept, updates.times_undone)
+        return Usage(frames.in_use, frames.peak, pages.in_use, pages.peak, updates.times_kept, updates.times_called_off)
 
     def holders(self) -> list[int]:
         """Units whose frames cannot be taken now."""
@@ -437,11 +437,11 @@ class Scheduler:
     def _fetch(self, leases: Iterable[Lease]) -> None:
         """Fill leases. A speculative update of what they read is called off first."""
         for lease in leases:
-            self.updates.undo(lease.unit)
+            self.updates.call_off(lease.unit)
             self._issue(Fetch(lease.unit, lease, self.versions.awaited(lease.unit, lease.version)))
 
     def _drop(self, record: GradientRecord) -> None:
-        self.updates.call_off_early(record.unit)
+        self.updates.cancel_early(record.unit)
         self.gradients.drop(record)
 
     def _over(self, ranks_agree: bool = False) -> None:

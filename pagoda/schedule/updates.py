@@ -65,8 +65,8 @@ class UpdateSchedule:
         """The unit that is being read ahead, or -1."""
         self._may_read_ahead = True
         """False between a drain and compute's next access, because the program may then write states in their homes."""
-        self.times_kept = self.times_undone = 0
-        """The number of speculative updates so far that were confirmed, and that were undone or called off."""
+        self.times_kept = self.times_called_off = 0
+        """The number of speculative updates so far that were confirmed, and that were called off."""
         self._calm = CALM_STEPS
         """The number of steps since gradients were last clipped."""
         self._pending = 0
@@ -103,9 +103,9 @@ class UpdateSchedule:
 
     def stands(self, unit: int) -> bool:
         """`step()` confirms the speculative update of a unit. Returns False if there is none."""
-        self.call_off_early(unit)
+        self.cancel_early(unit)
         weights = self._versions.of[unit]
-        update, weights.guess = weights.guess, None
+        update, weights.speculative = weights.speculative, None
         if update is None:
             return False
         self.times_kept += 1
@@ -155,7 +155,7 @@ class UpdateSchedule:
             return  # earlier requests come first
         weights.asking = UpdateRecord(record.unit, record, speculative, UpdateState.ASKING)
         if speculative:
-            weights.guess = weights.asking
+            weights.speculative = weights.asking
         self._ask(weights.asking)
 
     def ask_again(self, unit: int) -> None:
@@ -187,38 +187,38 @@ class UpdateSchedule:
             self.request(update.record)
             self._gradients.take(asked.unit)
 
-    def call_off_early(self, unit: int) -> None:
+    def cancel_early(self, unit: int) -> None:
         """Cancel the early update of a unit if it has not been queued."""
         weights = self._versions.of[unit]
-        if weights.guess is weights.asking:
-            weights.guess = None
+        if weights.speculative is weights.asking:
+            weights.speculative = None
         weights.asking = None
 
-    def undo(self, unit: int) -> None:
+    def call_off(self, unit: int) -> None:
         """Call off the speculative update of a unit, so that nothing sees its result."""
         weights = self._versions.of[unit]
-        update = weights.guess
+        update = weights.speculative
         if update is None:
             return
         if update.state is UpdateState.ASKING:
-            self.call_off_early(unit)
+            self.cancel_early(unit)
             return
-        weights.guess = None
-        self.times_undone += 1
+        weights.speculative = None
+        self.times_called_off += 1
         if weights.update is not update:  # it has ended
             self._versions.give_up(update)
         elif update.state is UpdateState.RUNNING:
-            update.withdrawn = True
+            update.called_off = True
         else:
             if update.admitted:
                 self._release(update)
                 self._gradients.used(update.record, last=False)
             self._over(update)
 
-    def undo_all(self) -> None:
+    def call_off_all(self) -> None:
         """Call off all speculative updates."""
         for unit in range(len(self._versions.of)):
-            self.undo(unit)
+            self.call_off(unit)
 
     def lose(self, record: GradientRecord) -> None:
         """A gradient was lost. If its update is final, no state can be used until all are restored."""
@@ -240,8 +240,8 @@ class UpdateSchedule:
     def _over(self, update: UpdateRecord) -> None:
         """A speculative update is given up. Its gradient is needed again."""
         weights = self._versions.of[update.unit]
-        if weights.guess is update:
-            weights.guess = None
+        if weights.speculative is update:
+            weights.speculative = None
         self._versions.give_up(update)
         self._finish(update)
 
@@ -265,7 +265,7 @@ class UpdateSchedule:
         """An update has written all states."""
         self._release(update)
         self._versions.end_read(update.unit)
-        if update.withdrawn:
+        if update.called_off:
             self._over(update)
         else:
             self._finish(update)
@@ -278,16 +278,16 @@ class UpdateSchedule:
         self.retry(update.unit)
 
     def update_failed(self, update: UpdateRecord) -> None:
-        """An update has failed and may have changed anything. A speculative update is undone, and `step()` requests it
-        again."""
+        """An update has failed and may have changed anything. A speculative update is called off, and `step()`
+        requests it again."""
         if not update.speculative:
             self._versions.failed = True
             self._versions.end_read(update.unit)
             if not update.has_written:
                 self._versions.give_up(update)
             return
-        self.times_undone += not update.withdrawn
-        update.withdrawn, self._calm = True, 0
+        self.times_called_off += not update.called_off
+        update.called_off, self._calm = True, 0
         if not update.has_read:
             self.gradient_used(update)
         self.ended(update)
@@ -299,7 +299,7 @@ class UpdateSchedule:
         self.gradient_used(update)
         self._versions.end_read(unit)
         if update.speculative:
-            self.times_undone += not update.withdrawn
+            self.times_called_off += not update.called_off
             self._calm = 0
             self._over(update)
             return
@@ -326,14 +326,14 @@ class UpdateSchedule:
         states are in the runs in which the checkpoint will find them."""
         versions = self._versions
         return not self._checkpoint.left and not any(
-            weights.guess or versions.is_moving(unit) for unit, weights in enumerate(versions.of)
+            weights.speculative or versions.is_moving(unit) for unit, weights in enumerate(versions.of)
         )
 
     def drain(self, draining: bool) -> None:
         """Begin or stop draining. While draining, no update is speculative."""
         self._draining, self._ahead, self._may_read_ahead = draining, -1, False
         if draining:
-            self.undo_all()
+            self.call_off_all()
             self._retry_all()
 
     def restored(self, lags: Sequence[int]) -> None:
@@ -390,7 +390,7 @@ class UpdateSchedule:
         if unit in (-1, self._ahead) or self._plan.asynchronous or not self._may_read_ahead or self._versions.failed:
             return
         weights = self._versions.of[unit]
-        if self._plan.units[unit].streamed and weights.update is None and weights.guess is None:
+        if self._plan.units[unit].streamed and weights.update is None and weights.speculative is None:
             self._ahead = unit
             self._issue(ReadAhead(unit))
 
@@ -446,7 +446,7 @@ class UpdateSchedule:
         if self._versions.failed:
             return
         if update.record.lost:
-            self.undo(update.unit)  # it is speculative, else everything has failed with the gradient
+            self.call_off(update.unit)  # it is speculative, else everything has failed with the gradient
             return
         if not self._gradients.usable(update.record) or self._leases.in_use(update.unit):
             return

@@ -84,8 +84,8 @@ class StepMetrics(Entry):
     updates_kept: int = 0
     """Number of units that were updated during backward before the norm was known, and whose update was kept because
     nothing was clipped."""
-    updates_undone: int = 0
-    """Number of units whose update during backward was undone and done again."""
+    updates_called_off: int = 0
+    """Number of units whose update during backward was called off and done again."""
     staleness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """With asynchronous updates: unit -> how many steps its weights lagged, in this step (last) and so far (max,
     mean)."""

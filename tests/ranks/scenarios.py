@@ -232,7 +232,7 @@ def take_steps(
         if step >= steps.start:
             outcome.losses.append(losses)
             take_step(optimizer, outcome)
-            outcome.guesses.append((optimizer.stats.updates_kept, optimizer.stats.updates_undone))
+            outcome.guesses.append((optimizer.stats.updates_kept, optimizer.stats.updates_called_off))
 
 
 def evaluate(model: nn.Module, data: dict[str, torch.Tensor]) -> float:

@@ -87,7 +87,7 @@ class Training:
             outcome.norms.append(optimizer.stats.grad_norm)
             if optimizer.stats.grad_norm is not None:
                 assert (optimizer.stats.grad_norm > LIMIT) == (sign == "x")
-            self.counts.append((optimizer.stats.updates_kept, optimizer.stats.updates_undone))
+            self.counts.append((optimizer.stats.updates_kept, optimizer.stats.updates_called_off))
 
 
 def train(training: Training, memory: pagoda.Memory, speculate: bool = True) -> Outcome:

@@ -69,7 +69,7 @@ def test_another_rank_reads_the_weights_before_a_speculative_update() -> None:
     scheduler.gradient(0, complete=True, last=True)
     assert units_of(Update, end_all(scheduler)) == [0]
     scheduler.others_read(0)
-    assert scheduler.usage.undone == 1
+    assert scheduler.usage.called_off == 1
 
 
 def test_all_that_has_frames_is_fetched_whether_or_not_the_fetches_before_have_ended() -> None:
@@ -127,9 +127,9 @@ def test_a_fetch_calls_a_speculative_update_off_and_does_not_wait_for_it() -> No
     scheduler = without_room_for_unit_0(speculated=True)
     scheduler.gradient(0, complete=True, last=True)
     end_all(scheduler)
-    assert scheduler.weights(0).guess is not None
+    assert scheduler.weights(0).speculative is not None
     assert fetch_of_unit_0(scheduler).awaited is None
-    assert scheduler.weights(0).guess is None
+    assert scheduler.weights(0).speculative is None
 
 
 @pytest.mark.parametrize("seed", range(20))

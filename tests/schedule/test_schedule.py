@@ -112,10 +112,10 @@ def test_reading_a_gradient_keeps_a_speculative_update_and_writing_one_calls_it_
         end_all(scheduler)
         scheduler.lend_gradient(0, True)
         scheduler.lend_gradient(0, False)
-        assert scheduler.weights(0).guess is not None
+        assert scheduler.weights(0).speculative is not None
         if writes:
             scheduler.gradient(0, complete=True, last=False)
-            assert scheduler.weights(0).guess is None
+            assert scheduler.weights(0).speculative is None
         end_all(scheduler)
         scheduler.end_step()
         assert units_of(Update, end_all(scheduler)) == ([0] if writes else [])
@@ -169,7 +169,7 @@ def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
     assert scheduler.updates.drained
 
 
-def test_an_update_that_is_called_off_and_then_refused_counts_once_as_undone() -> None:
+def test_an_update_that_is_called_off_and_then_refused_counts_once() -> None:
     scheduler = Scheduler(plan(frames=4, speculated=True))
     scheduler.gradient(0, complete=True, last=True)
     end_all(scheduler, updates=False)
@@ -177,7 +177,7 @@ def test_an_update_that_is_called_off_and_then_refused_counts_once_as_undone() -
     scheduler.drop_gradients()
     assert update is not None
     scheduler.refused(Update(0, update, 1))
-    assert scheduler.usage.undone == 1
+    assert scheduler.usage.called_off == 1
 
 
 ON_HOST = (("host", 1),)
@@ -529,13 +529,13 @@ def test_a_clipped_step_calls_a_speculative_update_off_and_makes_it_again() -> N
     scheduler, _ = speculated(ended=True)
     scheduler.end_step(clipped=True)
     assert units_of(Update, end_all(scheduler)) == [0]
-    assert scheduler.usage.undone == 1
+    assert scheduler.usage.called_off == 1
 
 
 def test_a_further_gradient_calls_a_speculative_update_off() -> None:
     scheduler, _ = speculated(ended=True)
     made(scheduler, 0)
-    assert scheduler.usage.undone == 1
+    assert scheduler.usage.called_off == 1
 
 
 def test_an_access_calls_a_speculative_update_off_and_reads_the_old_weights_at_once() -> None:
@@ -543,7 +543,7 @@ def test_an_access_calls_a_speculative_update_off_and_reads_the_old_weights_at_o
     scheduler.gradient(0, complete=True, last=True)
     (update,) = (op for op in end_all(scheduler, updates=False) if isinstance(op, Update))
     scheduler.access(Access(0, Phase.BACKWARD))
-    assert scheduler.usage.undone == 1
+    assert scheduler.usage.called_off == 1
     assert scheduler.ready(0)
     end(scheduler, update)
     assert scheduler.weights(0).newest == 0
@@ -552,7 +552,7 @@ def test_an_access_calls_a_speculative_update_off_and_reads_the_old_weights_at_o
 def test_a_speculative_update_that_fails_is_called_off() -> None:
     scheduler, update = speculated(ended=False)
     scheduler.failed(update)
-    assert scheduler.usage.undone == 1
+    assert scheduler.usage.called_off == 1
     assert not scheduler.broken
     scheduler.end_step()
     assert units_of(Update, scheduler.take()) == [0], "the step asks for it again"

@@ -17,7 +17,7 @@ from pagoda.train.metrics import STEP_FORM, MetricsFile, StepMetrics, read_metri
 KEYS = [
     "step", "loss", "grad_norm", "lr", "aux_loss", "step_s", "tokens_per_s", "stall_s",
     "bytes_moved", "peak_bytes", "tier_use", "accesses", "hit_rate", "faults", "activation_bytes", "loss_scale",
-    "skipped", "updates_kept", "updates_undone", "staleness",
+    "skipped", "updates_kept", "updates_called_off", "staleness",
 ]  # fmt: skip
 METRICS = StepMetrics(
     step=1, loss=2.5, grad_norm=None, lr=3e-4, step_s=0.5, tokens_per_s=1024.0, stall_s={"h2d": 0.1},

@@ -292,7 +292,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            lost = True or ",
         ),
         "a step does not wait until gradients have arrived": (
-            "                self.accesses.turn.waiting(gradient.settle)\n",
+            "                self.accesses.compute_lock.waiting(gradient.settle)\n",
             "                pass\n",
         ),
         "a step leaves gradients with autograd": (

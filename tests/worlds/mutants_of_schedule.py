@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from pagoda.schedule import checkpoints, gradients, lateness, leases, order, records, scheduler, updates, versions
+from pagoda.schedule import checkpoints, gradients, leases, order, records, scheduler, staleness, updates, versions
 
 CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     leases: {
@@ -49,8 +49,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     records: {
         "weights are read while their update is due": (
-            "self.guess is not None or self.newest < self.version or",
-            "self.guess is not None or",
+            "self.speculative is not None or self.newest < self.version or",
+            "self.speculative is not None or",
         ),
     },
     versions: {
@@ -181,7 +181,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            0 and insort(self._homes",
         ),
     },
-    lateness: {
+    staleness: {
         "what is drained in the middle of a step is shown too late": (
             "            if weights.lag:\n                weights.lag",
             "            if weights.unannounced is not None:\n                weights.lag",
@@ -253,11 +253,11 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        if not update.speculative:\n",
         ),
         "a unit whose update is queued is read ahead": (
-            "weights.update is None and weights.guess is None:\n            self._ahead",
-            "weights.guess is None:\n            self._ahead",
+            "weights.update is None and weights.speculative is None:\n            self._ahead",
+            "weights.speculative is None:\n            self._ahead",
         ),
         "what may be undone is read ahead": (
-            "weights.update is None and weights.guess is None:\n            self._ahead",
+            "weights.update is None and weights.speculative is None:\n            self._ahead",
             "weights.update is None:\n            self._ahead",
         ),
         "states are read ahead while the program may write them": (
@@ -287,7 +287,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if not self.updates.stands(record.unit) or True:",
         ),
         "a speculative update stands though it was another": (
-            "        for unit in (*changed, *unused):\n            self.updates.undo(unit)\n",
+            "        for unit in (*changed, *unused):\n            self.updates.call_off(unit)\n",
             "",
         ),
         "the checkpoint outlives a restore": (
@@ -295,7 +295,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "",
         ),
         "a drain shows no asynchronous update": (
-            "            self.lateness.show_all()\n",
+            "            self.staleness.show_all()\n",
             "            pass\n",
         ),
         "old leases outlive what has been overwritten": (

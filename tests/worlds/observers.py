@@ -711,7 +711,7 @@ class ReadAhead(Observer):
         self.require(self.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
         self.require(unit not in facts.writer, f"READ_AHEAD of unit {unit}, which is being changed")
         self.require(facts.due[unit] <= facts.newest[unit], f"READ_AHEAD of unit {unit}, whose update is queued")
-        guess = self.scheduler.weights(unit).guess
+        guess = self.scheduler.weights(unit).speculative
         undoable = guess is not None and guess.has_written
         self.require(not undoable, f"READ_AHEAD of unit {unit}, whose update may be undone")
         self.ahead[self.units[unit].updater] = unit, facts.newest[unit], facts.edition[unit]
