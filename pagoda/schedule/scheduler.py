@@ -24,7 +24,7 @@ from pagoda.schedule.operations import (
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import GradientRecord, Lease, UpdateState, Weights
 from pagoda.schedule.served import Found
-from pagoda.schedule.staleness import Staleness
+from pagoda.schedule.staleness import StalenessSchedule
 from pagoda.schedule.updates import UpdateSchedule
 from pagoda.schedule.versions import Versions
 
@@ -77,7 +77,7 @@ class Scheduler:
         self.updates = UpdateSchedule(
             plan, self.order, self.versions, self.gradients, self.leases, self.checkpoint, self._issue
         )
-        self.staleness = Staleness(self.versions, self.leases, self.updates)
+        self.staleness = StalenessSchedule(self.versions, self.leases, self.updates)
 
     # --- events of compute ---
 

@@ -17,7 +17,7 @@ from pagoda.schedule.versions import Versions
 
 
 @dataclass(eq=False, repr=False)
-class Staleness:
+class StalenessSchedule:
     """Shows asynchronous updates. Does nothing if updates are synchronous.
 
     Invariants: all accesses of a step see the same version of a unit; an update changes no weights that a step reads.
