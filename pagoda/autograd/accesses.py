@@ -301,7 +301,7 @@ class Accesses:
         self._executor.retry_updates()
 
         def ended() -> bool:
-            return until() or self._scheduler.broken or self._executor.drive_error is not None
+            return until() or self._scheduler.broken or self._executor.suspended_by is not None
 
         with self.meter.waiting(lane), labelled(f"pagoda::wait_{lane}"):
             self.compute_lock.waiting(self._driver.wait, ended, lambda: self._find_way_out(ended, refuse))

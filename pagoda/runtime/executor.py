@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
+from pagoda.errors import BudgetError, NonFiniteGradientError, PagodaError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
@@ -65,9 +65,8 @@ class Executor:
     """Questions about weights to which something still referred. Of a unit, the latest ASK is enough."""
     spill_failure: BaseException | None = None
     """The error of a SPILL since compute last asked."""
-    drive_error: BaseException | None = None
-    """The error of a drive for which an update or a read of a gradient waits. It is tried again when compute waits
-    next."""
+    suspended_by: BaseException | None = None
+    """The error after which an update or a read of a gradient waits to be tried again, when compute waits next."""
     capture: Capture | None = None
     """The checkpoint that is being written, if any."""
 
@@ -107,9 +106,9 @@ class Executor:
                 self.driver.tell(self._let_go, operation)
 
     def retry_updates(self) -> None:
-        """Try again what updates could not read or write."""
-        if self.drive_error is not None:
-            self.drive_error = None
+        """Try again what has failed of updates."""
+        if self.suspended_by is not None:
+            self.suspended_by = None
             self.driver.tell(self._scheduler.try_again)
             self.updates.retry()
 
@@ -117,11 +116,14 @@ class Executor:
         """Raise the error for which compute waits no longer."""
         if self._scheduler.broken:
             self.damage.raise_cause()
-        if self.drive_error is not None:
-            raise StorageError(
-                f"{self.drive_error} -- An update needs this. Nothing is lost: Pagoda tries again when it is used "
-                "next. If the drive cannot be mended, load a checkpoint."
-            ) from self.drive_error
+        if self.suspended_by is not None:
+            cause = self.suspended_by
+            said = str(cause) if isinstance(cause, PagodaError) else f"{type(cause).__name__}: {cause}"
+            kind = StorageError if isinstance(cause, OSError) else PagodaError
+            raise kind(
+                f"{said} -- An update needs this. Nothing is lost: Pagoda tries again when it is used "
+                "next. If it cannot be mended, load a checkpoint."
+            ) from cause
 
     def raise_spill_failure(self) -> None:
         """If a SPILL has failed and is not tried again, raise its error, and try it again."""
@@ -143,7 +145,7 @@ class Executor:
     def restored(self, lags: Sequence[int]) -> None:
         """Every state has been replaced, by weights with these `lags`. Call it only through `driver.tell`."""
         self._scheduler.restored(lags)
-        self.drive_error = None
+        self.suspended_by = None
         self.damage.cause = None
 
     def lend(self, unit: LiveUnit) -> None:
@@ -237,7 +239,7 @@ class Executor:
         elif isinstance(operation, Spill):
             self.spill_failure = self.spill_failure or error
         elif isinstance(operation, Reload):
-            self._note_drive_error(error)
+            self._suspend(error)
         self._scheduler.failed(operation)
         if self._scheduler.broken:
             self.damage.note(error)
@@ -311,16 +313,17 @@ class Executor:
         used = partial(tell, scheduler.gradient_used, operation)
 
         def suspended(error: BaseException) -> bool:
+            tell(scheduler.cannot_go_on, operation)
             retried = not update.speculative and self._share_weights is None  # other ranks would wait
             if retried:
-                tell(self._note_drive_error, error)
+                tell(self._suspend, error)
             return retried
 
         self.updates.submit(RunningUpdate(gradient, gradient.segments, extents, updated, written, used, suspended))
 
-    def _note_drive_error(self, error: BaseException) -> None:
-        _log.warning("An update waits for a drive, and is tried again: %s", error)
-        self.drive_error = error
+    def _suspend(self, error: BaseException) -> None:
+        _log.warning("An update has failed, and is tried again: %s", error)
+        self.suspended_by = error
         if self.capture is not None and self._scheduler.checkpoint_reads:
             self.capture.end(error)  # it may wait for this update
 

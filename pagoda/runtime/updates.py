@@ -55,7 +55,8 @@ class RunningUpdate(NamedTuple):
     used: Callable[[], None]
     """Called when the gradient has been read."""
     suspended: Callable[[BaseException], bool] = lambda _: False
-    """Called when a drive has failed. Returns whether the update waits for `UpdateStream.retry`. If not, it fails."""
+    """Called when something has failed that can be done again. Returns whether the update waits for
+    `UpdateStream.retry`. If not, it fails."""
 
     @property
     def unit(self) -> LiveUnit:
@@ -120,7 +121,7 @@ class UpdateStream:
         self._refusal: BaseException | None = None
         """The error with which every further update fails."""
         self.gives_up = False
-        """Whether an update fails for good if a drive fails."""
+        """Whether an update fails for good if anything of it fails."""
 
     def submit(self, update: RunningUpdate) -> None:
         """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.
@@ -137,7 +138,7 @@ class UpdateStream:
         if not changing and WEIGHT in update.extents.moved:  # this rank updates nothing of it
             read, write = (self._store.frozen(unit, runs[WEIGHT]) for runs in update.extents)
             write.copy_(read)
-        self._tell(self._stream.ask, update, unit, changing)
+        self._tell(self._stream.ask, update, unit, changing, self._is_repeatable(update))
 
     def read_ahead(self, unit: int) -> None:
         """After the submitted updates, this unit will probably be updated next. Read its states as far as there is
@@ -146,11 +147,11 @@ class UpdateStream:
             self._tell(self._stream.read_ahead, unit)
 
     def retry(self) -> None:
-        """Try again what drives have failed to read or write."""
+        """Try again what has failed of updates."""
         self._tell(self._stream.retry)
 
     def give_up(self) -> None:
-        """Let updates fail that wait for a drive, and later ones at once."""
+        """Let updates fail that wait to be tried again, and later ones at once."""
         self.gives_up = True
         self._tell(self._stream.give_up)
 
@@ -179,6 +180,13 @@ class UpdateStream:
         self.give_up()
         self.drop_ahead()
         self.wait_until_idle()
+
+    def _is_repeatable(self, update: RunningUpdate) -> bool:
+        """Whether no state is changed where it was: it is on SSD, of which blocks are changed in the ring, or the new
+        one is elsewhere."""
+        read, write = update.extents
+        on_ssd = (name for name in read if self._store.run(update.unit.index, name) is not None)
+        return {*read} == {*on_ssd, *update.extents.moved, *(name for name in read if not write[name].count)}
 
     def _changing(self, update: RunningUpdate) -> Sequence[int]:
         """The blocks of a unit that an update changes."""

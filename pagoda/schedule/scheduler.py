@@ -280,6 +280,13 @@ class Scheduler:
             self._moved(operation, failed=True)
         self._over()
 
+    def cannot_go_on(self, operation: Update) -> None:
+        """Something of a running UPDATE has failed that could be done again. A speculative one is called off, so that
+        `step()` does not confirm it before it ends."""
+        if operation.update.speculative:
+            self.updates.call_off(operation.unit)
+        self._pump(ranks_agree=False)
+
     def refused(self, operation: Update) -> None:
         """An UPDATE has found a gradient that is not finite, and has changed nothing. It is over."""
         self.updates.refused(operation.update)

@@ -18,9 +18,10 @@ Rules:
   leaves `kept_free` slots, so that an update of the other updater never waits for what may be needed much later. The
   updater's own next update uses what was read ahead, or drops it.
 - A READ or WRITE of an update that fails is tried again on `retry`, because the states before and after it are still
-  there: on SSD, and in the slot. Until then, no further block of its update begins.
-- After another error, or once its failed transfers are given up, no further block of an update begins. The update is
-  over once the blocks under way are.
+  there: on SSD, and in the slot. So is an UPDATE that fails, after another READ, if the update is `repeatable`: it
+  changes no state where it was. Until then, no further block of its update begins.
+- After another error, or once what has failed is given up, no further block of an update begins. The update is over
+  once the blocks under way are.
 
 This file has neither threads nor tensors nor a clock: events come in, actions (`take`) come out. `runtime/updates.py`
 carries them out, and `simulate/updates.py` those of the simulator.
@@ -49,7 +50,7 @@ class Do(Enum):
     WRITE = auto()
     """Write a block's states from its slot, then report `has_written`."""
     SUSPEND = auto()
-    """Each block of an update that is under way waits for `retry` or `give_up`, because a READ or WRITE has failed."""
+    """Each block of an update that is under way waits for `retry` or `give_up`, because one has failed."""
     USED = auto()
     """An update has read its gradients. If no states are streamed, it has written them too."""
     END = auto()
@@ -88,6 +89,8 @@ class Flow:
     """The blocks that it consists of, in ascending order."""
     update: Any = None
     """What was asked for. None while it is only read ahead."""
+    repeatable: bool = False
+    """Whether a block can be updated again after an UPDATE that has failed."""
     next: int = 0
     """Position in `order` of the next block that begins."""
     begun: dict[int, Block] = field(default_factory=dict)
@@ -102,7 +105,7 @@ class Flow:
     is_over: bool = False
     """Whether USED and END have been said."""
     suspended_by: BaseException | None = None
-    """The first error of its transfers that will be tried again."""
+    """The first error of what will be tried again."""
     error: BaseException | None = None
     """The first error that ends it."""
 
@@ -127,7 +130,7 @@ class Action(NamedTuple):
     about: Any
     """A Block for READ, UPDATE and WRITE. Otherwise the update that was asked for."""
     error: BaseException | None = None
-    """For SUSPEND: the error of the transfer. For USED and END: the first error that has ended the update."""
+    """For SUSPEND: the error of what will be tried again. For USED and END: the first error that ended the update."""
 
 
 class _Updater:
@@ -168,7 +171,7 @@ class Stream:
         self._open = 0
         """Number of updates that were asked for and are not over."""
         self._suspended: dict[Flow, list[tuple[Do, Block]]] = {}
-        """The transfers of each update that have failed and will be tried again."""
+        """What has failed of each update and will be tried again."""
         self._actions: list[Action] = []
 
     def take(self) -> list[Action]:
@@ -183,10 +186,11 @@ class Stream:
 
     # --- events: what is asked for ---
 
-    def ask(self, update: Any, unit: int, order: Sequence[int]) -> None:
+    def ask(self, update: Any, unit: int, order: Sequence[int], repeatable: bool = False) -> None:
         """Carry out an update (not None) of the blocks in `order` of a unit, after earlier updates."""
         blocks = self._plan.units[unit]
-        updater, flow = self._updaters[blocks.updater], Flow(unit, blocks, order, update, not_updated=len(order))
+        updater = self._updaters[blocks.updater]
+        flow = Flow(unit, blocks, order, update, repeatable, not_updated=len(order))
         self._open += 1
         if not order:
             self._note_used(flow)
@@ -214,17 +218,20 @@ class Stream:
         self._go_on()
 
     def retry(self) -> None:
-        """Try failed transfers again."""
+        """Try again what has failed."""
         suspended, self._suspended = self._suspended, {}
-        for flow, transfers in suspended.items():
+        for flow, failed in suspended.items():
             flow.suspended_by = None
-            for do, block in transfers:
+            for do, block in failed:
+                if do is Do.UPDATE:
+                    self._may_update(block, flow)
+                    continue
                 self._reading += do is Do.READ
                 self._act(do, block)
         self._go_on()
 
     def give_up(self, update: Any = None) -> None:
-        """Try failed transfers of an update, or of all updates, not again. They end their updates."""
+        """Try what has failed of an update, or of all updates, not again. It ends its update."""
         for flow in [*self._suspended]:
             if update is None or flow.update is update:
                 self._fail(flow, flow.suspended_by)
@@ -267,6 +274,10 @@ class Stream:
             self._updaters[flow.blocks.updater].places.append(block.place)
             block.place = None
         flow.updating -= 1
+        if error is not None and flow.repeatable and flow.error is None:
+            self._suspend(Do.READ if flow.blocks.streamed else Do.UPDATE, block, error)
+            self._go_on()
+            return
         flow.not_updated -= 1
         if error is not None:
             self._fail(flow, error)
@@ -327,7 +338,7 @@ class Stream:
         return block
 
     def _may_update(self, block: Block, flow: Flow) -> None:
-        """A block of an update is read."""
+        """A block of an update is read, or is updated again."""
         if flow.blocks.takes_place:
             self._updaters[flow.blocks.updater].waiting.append(block)
         else:

@@ -4,19 +4,21 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from zoo import ALL_ON_SSD, HOST_WEIGHTS, PAGE, Outcome, squeeze
+from zoo import ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, assert_equal, squeeze
 
 import pagoda
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
+from pagoda.runtime.updaters import HostUpdater
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers
@@ -186,3 +188,39 @@ def test_states_that_are_read_across_a_step_are_refused_and_the_step_is_whole(wr
 def steps_of(optimizer: PagedOptimizer) -> Iterator[tuple[str, int]]:
     """Updates that each parameter has had, by name."""
     return ((name, int(state["step"])) for name, state in optimizer.named_states())
+
+
+@pytest.mark.parametrize("placement", [ALL_ON_SSD, HOST_WEIGHTS])
+def test_a_kernel_that_fails_is_tried_again_if_it_changes_no_state_where_it_was(
+    placement: str, wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = squeeze(Layers(6), placement, tmp_path, clipping=False)
+    start = Layers(6)
+    (model, optimizer), (alone, other) = wrap(deepcopy(start), memory), wrap(start, RESIDENT)
+    apply, fails = HostUpdater._apply, True
+
+    def apply_and_fail(*arguments: Any) -> None:
+        apply(*arguments)
+        if fails and arguments[0] is updater:
+            raise MemoryError("no room")
+
+    updater = optimizer._engine._executor.updates._updaters[0]
+    monkeypatch.setattr(HostUpdater, "_apply", apply_and_fail)
+    loss_of(model).backward()
+    optimizer.step()
+    with pytest.raises((pagoda.PagodaError, MemoryError), match="no room"):
+        loss_of(model)
+    optimizer.zero_grad()
+    fails = False
+    if placement == HOST_WEIGHTS:
+        with pytest.raises(pagoda.StorageError, match="damaged"):
+            loss_of(model)
+        return
+    loss_of(alone).backward()
+    other.step()
+    for _ in range(2):
+        for one, its in ((model, optimizer), (alone, other)):
+            its.zero_grad()
+            loss_of(one).backward()
+            its.step()
+    assert_equal(pagoda.full_state_dict(model), pagoda.full_state_dict(alone))

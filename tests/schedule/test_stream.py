@@ -61,6 +61,7 @@ class Lanes:
 
     def __init__(self, rng: Random, plan: StreamPlan, pages: list[list[tuple[int, int]]], fails: float = 0.0) -> None:
         self.rng, self.plan, self.pages, self.fails = rng, plan, pages, fails
+        self.gives_up, self.repeatable = True, False
         self.stream = Stream(plan)
         self.pending: list[tuple[Do, Block, BaseException | None]] = []
         self.slots: list[dict[tuple[int, int, int], int]] = [{} for _ in range(plan.slots)]
@@ -81,7 +82,7 @@ class Lanes:
 
     def ask(self, unit: int, blocks: list[int]) -> Asked:
         self.asked.append(update := Asked(unit, blocks))
-        self.stream.ask(update, unit, blocks)
+        self.stream.ask(update, unit, blocks, self.repeatable or self.rng.random() < 0.5)
         self.collect()
         return update
 
@@ -115,7 +116,7 @@ class Lanes:
 
     def suspended(self, update: Asked) -> None:
         assert not [block for _, block, _ in self.pending if block.update is update]
-        if self.rng.random() < 0.5 * self.fails:
+        if self.gives_up and self.rng.random() < 0.5 * self.fails:
             self.stream.give_up(update)
         else:
             self.stream.retry()
@@ -142,6 +143,8 @@ class Lanes:
         self.pending.remove(ended)
         if error is None:
             self.carry_out(do, block)
+        elif do is Do.UPDATE and block.slot is not None:  # in which it has changed something
+            self.slots[block.slot] = dict.fromkeys(self.slots[block.slot], -1)
         {Do.READ: self.stream.has_read, Do.UPDATE: self.stream.has_updated, Do.WRITE: self.stream.has_written}[do](
             block, error
         )
@@ -227,6 +230,18 @@ def test_everything_ends_if_work_fails(seed: int, fails: float) -> None:
     lanes = Lanes(rng, *some_plan(rng), fails)
     play(rng, lanes)
     lanes.finish()
+    lanes.check_all_is_free()
+
+
+@settings(max_examples=200)
+@given(SEEDS, st.floats(0.02, 0.5))
+def test_repeatable_updates_are_whole_whatever_fails(seed: int, fails: float) -> None:
+    rng = Random(seed)
+    lanes = Lanes(rng, *some_plan(rng), fails)
+    lanes.gives_up, lanes.repeatable = False, True
+    play(rng, lanes)
+    lanes.finish()
+    lanes.check()
     lanes.check_all_is_free()
 
 

@@ -68,7 +68,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            pass\n",
         ),
         "who waits is not told that a gradient cannot be read back": (
-            "        elif isinstance(operation, Reload):\n            self._note_drive_error(error)\n",
+            "        elif isinstance(operation, Reload):\n            self._suspend(error)\n",
             "",
         ),
         "a checkpoint waits for an update that waits for a drive": (
@@ -90,7 +90,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            raise",
         ),
         "compute waits for a drive that fails": (
-            " or self._executor.drive_error is not None",
+            " or self._executor.suspended_by is not None",
             "",
         ),
     },
