@@ -35,7 +35,7 @@ from pagoda.plan.traffic import bytes_written_to_ssd
 
 _BEGUN = "checkpoint-is-incomplete.txt"
 """What transformers writes before a checkpoint of `enable_jit_checkpoint`, and deletes after it, as a seal does."""
-_OF_FILES = "iostream error", "PytorchStreamWriter"
+_OF_FILES = "iostream error", "PytorchStreamWriter", "inline_container"
 """In errors of torch.save."""
 _log = logging.getLogger("pagoda")
 
@@ -59,6 +59,11 @@ class Checkpoints:
     A checkpoint is written to `.checkpoint-N.partial`, sealed, and renamed to `checkpoint-N`. Only then are older ones
     deleted, callbacks told (`on_save`), and files pushed to the Hub. The last two happen between steps.
     """
+
+    without = " (save_strategy='no' trains without checkpoints)"
+    """The end of the refusal for a disk without room."""
+    is_required = True
+    """Whether a disk without room for one checkpoint is refused."""
 
     def __init__(self, trainer: Any, optimizer: PagedOptimizer) -> None:
         self.optimizer = optimizer
@@ -266,11 +271,11 @@ class Checkpoints:
             limit, there = args.save_total_limit, len([*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*")])
             most = max(1, min(due, limit + 1 - there) if limit else due)
             place = next(path for path in (run, *run.parents) if path.is_dir())
-            message = DiskRoom(one=one, copied=copied, most=most).check(
+            message = DiskRoom(one=one, copied=copied, most=most, required=self.is_required).check(
                 f"The disk of output_dir {args.output_dir}",
                 shutil.disk_usage(place).free,
                 f"a checkpoint takes {format_bytes(one)}",
-                " (save_strategy='no' trains without checkpoints)",
+                self.without,
                 "save_total_limit",
             )
             if message is not None:

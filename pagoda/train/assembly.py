@@ -1,9 +1,7 @@
 """Assembles transformers' trainer for `pagoda train`. Every input is checked before the first step."""
 
 import random
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
@@ -45,7 +43,6 @@ from pagoda.train.progress import Progress, expected
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.tokens import DataSets
-from pagoda.train.trackers import Tracker
 from pagoda.train.trainer import RunTrainer
 
 _WORN = 0.01
@@ -75,7 +72,6 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
         if config.download:
             from_first(mesh, "the download of the model", lambda: _download(config.model))
         check_weights(config)
-        trackers = [Tracker(name, mesh, console) for name in dict.fromkeys(config.report_to)]
         data = DataSets(config, console)
         config = completed(config, data, mesh, console)
         assert config.output_dir is not None, "it is chosen now"
@@ -87,17 +83,11 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
             done = f"The run in {run_dir.path} has finished: {beginning.done:,} steps are done"
             say(console, f"{done}, and --max-steps is {config.max_steps:,}. Give a larger --max-steps to continue it.")
             return None
-        return _run(config, data, trackers, run_dir, beginning, mesh, console)
+        return _run(config, data, run_dir, beginning, mesh, console)
 
 
 def _run(
-    config: TrainConfig,
-    data: DataSets,
-    trackers: list[Tracker],
-    run_dir: RunDir,
-    beginning: Beginning,
-    mesh: Mesh,
-    console: Console,
+    config: TrainConfig, data: DataSets, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console
 ) -> TrainResult:
     """Build what a run needs, then run it."""
     assert config.data is not None, "it is chosen now"
@@ -137,21 +127,18 @@ def _run(
         step_s = plan.predicted["step_s"] if plan.predicted else None
         say(console, expected(batches, config.max_steps, beginning.done, step_s, evaluated is not None))
         plan = _with_wear(config, plan, model, beginning.done, mesh, console)
-        trainer = RunTrainer(config, passes, batches, run_dir, beginning.done, mesh, console)
         evaluator = None
         if evaluated is not None:
             evaluator = Evaluator(evaluated, data.tokenizer, mesh, config.sequence_parallel)
+        trainer = RunTrainer(config, passes, batches, evaluator, run_dir, beginning.done, mesh, console)
         progress = Progress(console, config.max_steps, beginning.done)
-        callback = RunCallback(trainer, evaluator, data.tokenizer, plan, beginning.later, progress)
-        for tracker in trackers:
-            tracker.folder = run_dir.tensorboard, beginning.done + 1
-            trainer.add_callback(tracker)
+        callback = RunCallback(trainer, data.tokenizer, plan, beginning, progress)
         trainer.add_callback(callback)
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
         # on it. Ranks with other batches, layers or parts of sequences drop other elements.
         part = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
         _seed_all(config.seed + part * batches.ranks + batches.rank)
-        with _nothing_left(run_dir, callback), closing(callback), progress:
+        with closing(callback):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.path))
         return callback.result()
     finally:
@@ -159,8 +146,7 @@ def _run(
 
 
 def _wrapped(config: TrainConfig, built: nn.Module, rule: Rule, mesh: Mesh) -> tuple[nn.Module, PagedOptimizer]:
-    # The last checkpoints and the best one.
-    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.save_total_limit + (config.evaluates and config.keep_best)
+    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.most_checkpoints
     matrices_only = config.weight_decay_on == "matrices"
     return wrap(
         built,
@@ -190,18 +176,6 @@ def _with_wear(
     if config.verbose or written * steps >= _WORN * endurance.value:
         say(console, worn)
     return replace(plan, reasons=(*plan.reasons, f"{worn}."))
-
-
-@contextmanager
-def _nothing_left(run_dir: RunDir, callback: RunCallback) -> Iterator[None]:
-    """Delete what a run has written before its first step if that fails: a tracker's files."""
-    had = run_dir.tensorboard.exists()
-    try:
-        yield
-    except BaseException:
-        if not had and not callback.has_written:
-            shutil.rmtree(run_dir.tensorboard, ignore_errors=True)
-        raise
 
 
 def _seed_all(seed: int) -> None:

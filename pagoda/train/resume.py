@@ -22,6 +22,8 @@ CHAT = "chat"
 """Key in the same place: whether the data are conversations."""
 CONFIG = "config"
 """Key of the configuration in what `pagoda train` adds to a checkpoint."""
+EVALUATED = "evaluated"
+"""Key of what identifies the sequences on which the run evaluates."""
 SAMPLES_PER_STEP = "samples_per_step"
 """Key of the number of sequences a step on all ranks."""
 _KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int, SAMPLES_PER_STEP: int}
@@ -35,6 +37,8 @@ class Beginning:
     """None if the run begins with its first step."""
     samples: int = 0
     """Sequences that it has read."""
+    evaluated: str | None = None
+    """Identifies the sequences on which it evaluated."""
     later: tuple[tuple[RunCheckpoint, Path], ...] = ()
     """Later checkpoints, which are damaged or which the user left behind, each with its new name. They are renamed when
     the run first writes."""
@@ -103,7 +107,7 @@ def begin(
             ]
             if later:
                 say(console, _fallback(checkpoint, later, problems))
-            return Beginning(checkpoint, extra["samples"], tuple(later))
+            return Beginning(checkpoint, extra["samples"], extra.get(EVALUATED), tuple(later))
         problems.append(problem)
     lines = _numbered(candidates, problems)
     if named:

@@ -57,18 +57,14 @@ class RunDir:
         """The settings, which a user may edit and give to another run with --config."""
         self.plan = path / "plan.json"
         """The plan and the machine, for a report."""
-        self.data = path / "data.json"
-        """What was read from --data, and what was ignored or left out, for a report."""
         self.timeline = path / "timeline.json"
         """What compute and every lane did in one step, for a report."""
         self.metrics = path / "metrics.jsonl"
         self.evals = path / "evals.jsonl"
-        self.samples = path / "samples.jsonl"
         self.output = path / "output.txt"
         """What the run could not print, because its terminal was closed, its reader went away or a disk was full."""
         self.tokenizer = path / "tokenizer"
         """Copies of the tokenizer's files, for exports. Missing if text is read as bytes."""
-        self.tensorboard = path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step` steps."""
@@ -82,7 +78,7 @@ class RunDir:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise ConfigError(f"--output-dir {self.path}: {existing} is a file, not a directory")
-        inner = (*(checkpoint.path for checkpoint in self.all_checkpoints()), self.tokenizer, self.tensorboard)
+        inner = (*(checkpoint.path for checkpoint in self.all_checkpoints()), self.tokenizer)
         if links := [path for path in inner if path.is_symlink()]:
             raise ConfigError(
                 f"--output-dir {self.path}: {links[0].name} in it is a symbolic link, and a run writes only to its "
@@ -98,8 +94,8 @@ class RunDir:
         Raises ConfigError like `check_place`, and if there is a run already, or a file that it would replace.
         """
         self.check_place()
-        run = [self.config, self.metrics, self.evals, self.samples, *self.path.glob(f"{PREFIX}*")]
-        others = [self.settings, self.plan, self.data, self.timeline, self.tokenizer]
+        run = [self.config, self.metrics, self.evals, *self.path.glob(f"{PREFIX}*")]
+        others = [self.settings, self.plan, self.timeline, self.tokenizer]
         if taken := [path.name for path in run + others if os.path.lexists(path)]:
             what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(

@@ -55,11 +55,8 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
     assert started(ranks, 1, tmp_path / "one", alone) == [0]
     assert_same(alone, whole)
     mine, rank_group = read_metrics(RunDir(alone.output_dir).metrics), read_metrics(RunDir(whole.output_dir).metrics)
-    own = [read_metrics(whole.output_dir / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
-    for step, (one, two, first, second) in enumerate(zip(mine, rank_group, *own, strict=True)):
+    for step, (one, two) in enumerate(zip(mine, rank_group, strict=True)):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
-        assert two["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-12)
-        assert first["loss"] != second["loss"]
         assert two["bytes_moved"]["collective"] > 0
         assert two["step"] == step + 1
 
@@ -78,8 +75,6 @@ def test_ranks_that_divide_sequences_train_as_one_rank_does(
         one, two = (read_metrics(getattr(RunDir(each.output_dir), kind)) for each in (config, resumed))
         assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
     assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
-    own = [read_metrics(divided.output_dir / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
-    assert own[0][0]["loss"] != own[1][0]["loss"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])

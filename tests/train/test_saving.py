@@ -136,7 +136,7 @@ def test_a_disk_without_room_is_named_before_the_first_step(
 ) -> None:
     free = [100 << 10]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
-    with pytest.raises(StorageError, match=r"has 100.00 KiB free, and a checkpoint takes .* KiB, metrics 4.00 KiB"):
+    with pytest.raises(StorageError, match=r"has 100.00 KiB free, and a checkpoint takes .* KiB: free space"):
         trained(config)
     assert not config.output_dir.exists()
     free[0] = 600 << 10

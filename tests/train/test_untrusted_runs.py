@@ -33,7 +33,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of two steps, with a tokenizer and evaluations: to be copied, not changed."""
     folder = tmp_path_factory.mktemp("done")
     config = tiny_run(folder, model=str(write_pretrained(folder / "model")), max_steps=2, save_steps=1)
-    config = replace(config, eval_share=0.2, max_eval_samples=2, sample_every=1, sample_tokens=1)
+    config = replace(config, eval_share=0.2, max_eval_samples=2)
     run(config, Console(quiet=True))
     return config
 
@@ -131,7 +131,7 @@ def test_links_in_a_run_change_no_file_elsewhere(directory: Path, tmp_path: Path
         if not path.is_dir():
             os.link(precious, path.with_name(path.name + ".tmp"))
     shutil.copy(directory / "evals.jsonl", tmp_path / "evals")
-    for name, target in (("metrics.jsonl", new), ("samples.jsonl", new), ("evals.jsonl", tmp_path / "evals")):
+    for name, target in (("metrics.jsonl", new), ("evals.jsonl", tmp_path / "evals")):
         (directory / name).unlink()
         (directory / name).symlink_to(target)
     before = (tmp_path / "evals").read_bytes()
