@@ -37,7 +37,7 @@ WRONG = {
     "train --model llama-9b --data chats.jsonl": r"Did you mean 'llama-8b'\? Name a directory .*ORG/NAME",
     "train --model org/none --data chats.jsonl": r"run `hf download org/none`, or .* with --download",
     TRAIN: "--data is missing: name a file or folder",
-    f"{TRAIN} --data none.jsonl": r"does not exist: give a file, .*\(.* has binary\.jsonl, broken\.jsonl,",
+    f"{TRAIN} --data none.jsonl": "'none.jsonl' does not exist: give a file",
     f"{TRAIN} --data broken.jsonl": r"line 1: not JSON: .*--skip-bad",
     f"{TRAIN} --data empty.jsonl": "holds no text: give a file or folder",
     f"{TRAIN} --data other.jsonl": r"none of its columns \(foo\) .* Name the column with --dataset-text-field",

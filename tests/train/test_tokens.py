@@ -194,6 +194,11 @@ def test_a_conversation_or_a_text_is_read_as_it_is_meant(case: str, tmp_path: Pa
     assert [document.text or list(document.messages) for document in read(tmp_path / name)] == meant
 
 
+def test_lines_end_as_in_any_text_of_python(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a\r\nb\rc\n")
+    assert [document.text for document in read(tmp_path / "a.txt")] == ["a\nb\nc\n"]
+
+
 def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path) -> None:
     for suffix, module in (("gz", gzip), ("bz2", bz2), ("xz", lzma)):
         path = tmp_path / f"a.txt.{suffix}"
@@ -344,8 +349,8 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_remedy(model: ModelT
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no has nothing"):
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bok\.txt' does not exist: give a file"):
         read(tmp_path / "no" / "bok.txt")
     with pytest.raises(ConfigError, match=r"line 1: no column 'body'; it has text"):
         read(write_lines(tmp_path / "a.jsonl", [{"text": "a"}]), dataset_text_field="body")
@@ -417,6 +422,7 @@ def test_ram_does_not_grow_with_text(model: ModelTokenizer, tmp_path: Path, monk
     """What Python holds while it tokenises; the tokens themselves are mapped from the file."""
     peaks = []
     monkeypatch.setattr("pagoda.train.sources._SMALL_BYTES", 1 << 11)
+    monkeypatch.setattr("pagoda.train.sources._BATCH_ROWS", 50)
     monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 1 << 12)
     for times in (1, 4):
         path = tmp_path / f"{times}.txt"
