@@ -1,6 +1,7 @@
 """Decides where a run begins: at its first step, after its last complete checkpoint, or after a named one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,26 +98,29 @@ def begin(
         with console.status(f"Checking {checkpoint.path}"):
             problem, extra = _examined(checkpoint, places, mesh)
         if problem is None:
-            _check_belongs(config, checkpoint, extra, run_dir)
-            say(console, *_check_batch(config, extra, mesh))
-            why = GONE_BACK if named else DAMAGED
-            later = [
-                (one, unused(one.path.with_name(f"{one.path.name}{why}")))
-                for one in every[::-1]
-                if one.step > checkpoint.step
-            ]
-            if later:
-                say(console, _fallback(checkpoint, later, problems))
-            return Beginning(checkpoint, extra["samples"], extra.get(EVALUATED), tuple(later))
-        problems.append(problem)
-    lines = _numbered(candidates, problems)
-    if named:
-        raise CheckpointError(f"{lines[0]}. Nothing was changed. The run has {names_of(every)}: name another one")
-    raise CheckpointError(
-        f"none of the {len(every)} checkpoints of {run_dir.path} can be used:\n"
-        + "\n".join(lines)
-        + "\nNothing was changed. Put back what is missing, or start a new run with another --output-dir"
-    )
+            break
+        problems.append(f"The checkpoint after step {checkpoint.step} ({checkpoint.path}) cannot be used: {problem}")
+    else:
+        lines = "\n".join([*problems, "Nothing was changed."])
+        if named:
+            raise CheckpointError(f"{lines} The run has {names_of(every)}: name another one")
+        raise CheckpointError(
+            f"none of the {len(every)} checkpoints of {run_dir.path} can be used:\n{lines} Put back what is missing, "
+            "or start a new run with another --output-dir"
+        )
+    _check_belongs(config, checkpoint, extra, run_dir)
+    _check_batch(config, extra, mesh, console)
+    suffix = GONE_BACK if named else DAMAGED
+    later = [(c, unused(c.path.with_name(f"{c.path.name}{suffix}"))) for c in every if c.step > checkpoint.step]
+    if later:
+        say(
+            console,
+            *problems,
+            f"{'Going' if named else 'Falling'} back to the checkpoint after step {checkpoint.step}: the "
+            f"{later[-1][0].step - checkpoint.step} steps after it run again. Later ones are kept as "
+            f"{', '.join(str(name) for _, name in later)}.",
+        )
+    return Beginning(checkpoint, extra["samples"], extra.get(EVALUATED), tuple(later))
 
 
 def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
@@ -153,48 +157,17 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
         )
 
 
-def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh) -> Iterator[str]:
-    """A line for the console if a step has another number of sequences than before, because the number of ranks
-    changed. Raises ConfigError if other settings changed it."""
-    before, each = (
-        extra[SAMPLES_PER_STEP],
-        config.per_device_train_batch_size * config.ranks_with_batches(mesh.ranks.data_parallel),
-    )
-    now = each * config.gradient_accumulation_steps
+def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh, console: Console) -> None:
+    """Say if a step has another number of sequences than before because the number of ranks changed. Raises ConfigError
+    if other settings changed it."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    ranks = config.ranks_with_batches(mesh.ranks.data_parallel)
+    before, now = extra[SAMPLES_PER_STEP], ranks * math.prod(getattr(config, name) for name in names)
     if before == now:
         return
-    passes, rest = divmod(before, each)
-    keeps = f": --gradient-accumulation-steps {passes} keeps them" if passes and not rest else ""
-    if any(
-        getattr(config, name) != extra[CONFIG][name]
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    ):
+    if any(getattr(config, name) != extra[CONFIG][name] for name in names):
         raise ConfigError(
-            f"cannot resume with {now} sequences a step, of which the run has {before}"
-            + (
-                keeps
-                or ". Leave out --per-device-train-batch-size and --gradient-accumulation-steps to keep the run's own"
-            )
+            f"cannot resume with {now} sequences a step, of which the run has {before}. Leave out "
+            "--per-device-train-batch-size and --gradient-accumulation-steps to keep the run's own"
         )
-    yield f"A step has {now} sequences now, and had {before}{keeps}"
-
-
-def _fallback(checkpoint: RunCheckpoint, later: Sequence[tuple[RunCheckpoint, Path]], problems: Sequence[str]) -> str:
-    """The message for a run that continues from an earlier checkpoint than the last one. `problems` is empty only if
-    the user named the checkpoint."""
-    again = later[0][0].step - checkpoint.step
-    lines = [
-        *_numbered([one for one, _ in later] if problems else [], problems),
-        f"{'Falling' if problems else 'Going'} back to the checkpoint after step {checkpoint.step}: the {again} steps "
-        "after it run again.",
-        f"{'What cannot be used' if problems else 'What came after it'} is kept as "
-        f"{', '.join(str(name) for _, name in later)}.",
-    ]
-    return "\n".join(lines)
-
-
-def _numbered(checkpoints: Iterable[RunCheckpoint], problems: Sequence[str]) -> list[str]:
-    return [
-        f"The checkpoint after step {checkpoint.step} ({checkpoint.path}) cannot be used: {problem}"
-        for checkpoint, problem in zip(checkpoints, problems, strict=True)
-    ]
+    say(console, f"A step has {now} sequences now, and had {before}")

@@ -24,8 +24,6 @@ from pagoda.train.settings_file import settings_as_yaml
 LOCK = ".pagoda-lock"
 PREFIX = "checkpoint-"
 _CHECKPOINT = re.compile(rf"{PREFIX}(\d+)")
-_EARLIER = "checkpoints"
-"""Directory in which earlier versions kept checkpoints."""
 LAST = "last"
 """Stands for the last checkpoint in place of a name."""
 DAMAGED, GONE_BACK = ".damaged", ".later"
@@ -108,7 +106,6 @@ class RunDir:
 
         Raises ConfigError if there is no run here, or if its configuration cannot be read or was edited.
         """
-        self.check_version()
         try:
             content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
         except OSError as error:
@@ -127,14 +124,6 @@ class RunDir:
             ) from error
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
-
-    def check_version(self) -> None:
-        """Raises ConfigError for a run of an earlier version."""
-        if (self.path / _EARLIER).is_dir() and self.config.exists():
-            raise ConfigError(
-                f"{self.path} is a run of an earlier version of Pagoda, which kept its state in {_EARLIER}/: export it "
-                "with that version, and begin a new run from what it exports"
-            )
 
     def foreign(self, config: TrainConfig) -> dict[str, str]:
         """Setting -> flag and value, for each class to import that is not torch's and each directory to write to that
@@ -204,7 +193,6 @@ class RunDir:
 
         Raises CheckpointError like `named`, and ConfigError if a checkpoint of no run is named.
         """
-        self.check_version()
         if self.all_checkpoints() or self.metrics.exists():
             return self.named(name).state
         if name != LAST:

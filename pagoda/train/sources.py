@@ -182,7 +182,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}, line {number}", row
 
 
-class _NotText(ConfigError):
+class _NotTextError(ConfigError):
     """A file is not UTF-8 text."""
 
 
@@ -194,7 +194,7 @@ def _text(path: Path, seen: Seen, alone: bool) -> Iterator[Document]:
         if not alone and path.stat().st_size <= _MOST_WHOLE_BYTES:
             try:
                 pieces = iter([*pieces])
-            except _NotText:
+            except _NotTextError:
                 seen.skipped.append((str(path), "not UTF-8 text"))
                 return
         begins, before = True, ""
@@ -207,7 +207,7 @@ def _text(path: Path, seen: Seen, alone: bool) -> Iterator[Document]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The text of a file, in pieces of some lines, or whole if it is small. Raises _NotText."""
+    """The text of a file, in pieces of some lines, or whole if it is small. Raises _NotTextError."""
     line, count = 1, None if path.stat().st_size <= _SMALL_BYTES else _BATCH_ROWS
     with _opened(path) as file:
         while lines := b"".join(islice(file, count)):
@@ -218,7 +218,7 @@ def _pieces(path: Path) -> Iterator[str]:
                 bad = error.start
             if bad >= 0:
                 line += lines[:bad].count(b"\n")
-                raise _NotText(f"{path}, line {line}: not UTF-8 text: convert it, as with iconv, or leave it out")
+                raise _NotTextError(f"{path}, line {line}: not UTF-8 text: convert it, as with iconv, or leave it out")
             yield text.replace("\r\n", "\n").replace("\r", "\n")
             line += lines.count(b"\n")
 
@@ -226,8 +226,7 @@ def _pieces(path: Path) -> Iterator[str]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """A file in bytes, without its compression."""
-    import fsspec
-
+    fsspec = needed("fsspec", _NEEDS_DATASETS)
     with fsspec.open(str(path), "rb", compression=_COMPRESSED.get(path.suffix.lower())) as file:
         yield file
 

@@ -256,7 +256,6 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
         ("model: gpt2\nlr: 1\n", "unknown settings: 'lr'"),
         ("model: gpt2\nmemory: {hosts: 1}\n", "unknown settings: 'memory.hosts'"),
         ("model: gpt2\nmemory: 1\n", "has 1 as memory, which is not an object"),
-        ("model: gpt2\nmax_steps: 1\nseed: 1\nmax_steps: 2\n", "has the key 'max_steps' twice"),
         ("model: gpt2\nmax_steps: many\n", "max_steps as 'many', which is a value of the wrong type"),
         ("1: 2\nmax_steps: 3\nsteps: 1\n", "unknown settings: '1', 'steps'"),
         ("model: [\n", "is not YAML"),

@@ -37,14 +37,6 @@ def test_a_run_starts_in_a_missing_an_empty_or_an_unrelated_directory(tmp_path: 
         RunDir(tmp_path).check_free()
 
 
-def test_a_run_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -> None:
-    RunDir(tmp_path).create(CONFIG)
-    (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
-    for use in (RunDir.started_config, lambda run: run.named_or_itself("last")):
-        with pytest.raises(ConfigError, match=f"{tmp_path} is a run of an earlier version of Pagoda"):
-            use(RunDir(tmp_path))
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
