@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pagoda.cli.flags import name_of, value_of
+from pagoda.cli.flags import value_of
 from pagoda.config.decode import is_text
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
@@ -37,8 +37,7 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     --resume-from-checkpoint, or that of the file with --config. None: the defaults.
 
     Raises ConfigError if an argument is not UTF-8 text, if both flags are given, if --resume-from-checkpoint has no
-    --output-dir, or if neither a run is there nor --model says which to begin, or if the file cannot be used. Raises it
-    like `RunDir.continued_config`.
+    --output-dir, or if neither a run is there nor --model says which to begin, or if the file cannot be used.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None
@@ -56,6 +55,5 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
         run_dir = RunDir(Path(out))
         if value_of(args, "--model") is not None and not run_dir.config.exists():
             return None  # the run was killed before the end of its first step, or never began: the flags describe it
-        started = run_dir.continued_config({name_of(arg).removeprefix("--") for arg in args})
-        return replace(started, output_dir=Path(out), resume_from_checkpoint=LAST, trace=None)
+        return replace(run_dir.started_config(), output_dir=Path(out), resume_from_checkpoint=LAST, trace=None)
     return read_settings(Path(given)) if given else None

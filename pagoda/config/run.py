@@ -101,7 +101,7 @@ class Run(StatesConfig, Training, Workload):
     several ranks, and on a machine that has not been measured."""
     trace: Path | None = None
     """File for a trace of one step, as JSON for Perfetto or chrome://tracing: what compute does, and every lane
-    (transfers, updates). `pagoda plan` writes the predicted step, `pagoda train` the step --trace-step."""
+    (transfers, updates). `pagoda plan` writes the predicted step, `pagoda train` the third step that it runs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

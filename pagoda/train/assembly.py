@@ -31,7 +31,7 @@ from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import deferred_init
 from pagoda.prepare.sequence_parallel import check_division, divide_sequences
 from pagoda.train.callbacks import RunCallback, TrainResult
-from pagoda.train.choice import ChosenPlan, choose_plan, precision_hint
+from pagoda.train.choice import ChosenPlan, choose_plan
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.early import refuse_early
@@ -92,11 +92,8 @@ def _run(
     """Build what a run needs, then run it."""
     assert config.data is not None, "it is chosen now"
     checkpoint = beginning.checkpoint
-    _check_traced_step(config, beginning.done)
     rule = config.build_rule(config.seed, config.optim)
     tokens = opened_tokens(config.data, config.dataset_train_split, data, mesh, console)
-    if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
-        say(console, hint)
     plan = choose_plan(config, console, mesh)
     chosen = plan.config
     _seed_all(config.seed)
@@ -224,11 +221,3 @@ def _download(name: str) -> None:
     if not is_hub_name(name):
         raise ConfigError(f"--download is for a model of the Hugging Face Hub, ORG/NAME, and --model is {name!r}")
     download(name)
-
-
-def _check_traced_step(config: TrainConfig, done: int) -> None:
-    if config.trace is not None and config.max_steps - done < config.trace_step:
-        raise ConfigError(
-            f"--trace-step is {config.trace_step}, but this command runs {config.max_steps - done} steps:"
-            " give more --max-steps, or a smaller --trace-step"
-        )

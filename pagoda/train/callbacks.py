@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.record import as_lines, machine_record, plan_record, timeline_record
-from pagoda.forecast.wear import endurance_of
 from pagoda.memory.files import write_durably
 from pagoda.memory.sizes import format_rate
 from pagoda.plan.planner import Plan
@@ -204,10 +203,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         """Write the plan for the steps to come."""
         with self._warning_of(self._run_dir.plan):
             plan = plan_of(self._trainer.passes.model)
-            endurance = endurance_of(self._config.memory.ssd_directories, self._mesh.everyone.nodes)
             record = {**plan_record(plan), "reasons": [*self._chosen.reasons, *plan.reasons]}
             record |= {"timeline": self._chosen.predicted, "not_predicted": self._chosen.not_predicted}
-            record |= {"machine": machine_record(), "endurance": endurance and asdict(endurance)}
+            record |= {"machine": machine_record()}
             write_durably(self._run_dir.plan, as_lines(record).encode())
 
     def _show_moved(self) -> None:

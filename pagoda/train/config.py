@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FREE_ON_RESUME = frozenset(
     {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel"}
     | {"save_steps", "save_minutes", "save_total_limit", "save_at_end", "max_steps", "output_dir"}
-    | {"resume_from_checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
+    | {"resume_from_checkpoint", "plan", "trace", "download", "data", "tokenizer", "cache", "eval_data"}
     | {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_revision", "dataset_streaming"}
     | {"eval_steps", "max_eval_samples", "early_stopping_patience", "keep_best"}
     | {"report_to"}
@@ -173,13 +173,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     """Print the reasons for the plan, too. They are in plan.json and in the report as well."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
-    trace_step: int = 3
-    """The step to record, for `pagoda report` and --trace, counted from the first that this command runs. The third is
-    the first in steady state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("trace_step", self.trace_step, 1)
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
         for name in (

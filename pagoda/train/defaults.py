@@ -68,9 +68,7 @@ def completed(config: TrainConfig, data: DataSets, mesh: Mesh, console: Console)
             say(console, f"{run_dir.path} has no run yet: it begins with its first step")
         if run_dir is not None and not asked.resume_from_checkpoint and asked.depends_on_data:
             if was_restarted() and run_dir.config.exists():  # these processes continue what others began
-                mine, theirs = run_dir.foreign(asked), run_dir.foreign(run_dir.started_config())
-                started = run_dir.continued_config([name for name in mine if mine[name] == theirs.get(name)])
-                return replace(started, output_dir=run_dir.path, trace=asked.trace), []
+                return replace(run_dir.started_config(), output_dir=run_dir.path, trace=asked.trace), []
             run_dir.check_free()
         return _chosen(asked, asked.ranks_with_batches(mesh.ranks.data_parallel), data)
 

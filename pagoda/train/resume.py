@@ -1,4 +1,4 @@
-"""Decides where a run begins: at its first step, after its last complete checkpoint, or after a named one."""
+"""Decides where a run begins: at its first step, after its last checkpoint, or after a named one."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from pagoda.integrations.staging import name_complete
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_all, from_first
 from pagoda.train.config import TrainConfig
-from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, PREFIX, RunCheckpoint, RunDir, locked, names_of, unused
+from pagoda.train.run_dir import GONE_BACK, LAST, PREFIX, RunCheckpoint, RunDir, locked, names_of, unused
 
 CHAT = "chat"
 """Key in the same place: whether the data are conversations."""
@@ -41,8 +41,8 @@ class Beginning:
     evaluated: str | None = None
     """Identifies the sequences on which it evaluated."""
     later: tuple[tuple[RunCheckpoint, Path], ...] = ()
-    """Later checkpoints, which are damaged or which the user left behind, each with its new name. They are renamed when
-    the run first writes."""
+    """Later checkpoints, which the user left behind, each with its new name. They are renamed when the run first
+    writes."""
 
     @property
     def done(self) -> int:
@@ -56,20 +56,20 @@ def begin(
     """Lock the run's directory until `held` is closed, and find where the run continues. The result is the same on all
     ranks.
 
-    Every bit of a checkpoint is read before it is chosen. Otherwise damage in adopted pages would only appear in the
-    middle of a step. Checkpoints that are damaged or have lost their pages are named on the console.
+    Every bit of the checkpoint is read first. Otherwise damage in adopted pages would only appear in the middle of a
+    step.
 
     Args:
       again: whether torchrun has restarted this run. It then resumes if it had written anything.
 
     Raises ConfigError if the directory is in use or cannot be used, if it contains a run although none is resumed, or
-    none although one is, and if settings differ from those of the run. Raises CheckpointError if there are checkpoints
-    but none can be used, and if the named one does not exist or cannot be used.
+    none although one is, and if settings differ from those of the run. Raises CheckpointError if the checkpoint does
+    not exist, is damaged or has lost its pages.
     """
     named = config.resume_from_checkpoint not in (None, LAST)
 
-    def claim() -> tuple[list[RunCheckpoint], list[RunCheckpoint]] | None:
-        """All checkpoints, and the ones to try, the last one first."""
+    def claim() -> tuple[list[RunCheckpoint], RunCheckpoint | None] | None:
+        """All checkpoints, and the one to continue from. None for a new run."""
         run_dir.check_place()
         held.enter_context(locked(run_dir.path))
         if named and again:
@@ -83,42 +83,31 @@ def begin(
         config.check_resumes(run_dir.started_config())
         name_complete(run_dir.path, PREFIX)
         every = run_dir.all_checkpoints()
-        return every, [run_dir.named(config.resume_from_checkpoint or LAST)] if named else every[::-1]
+        return every, run_dir.named(config.resume_from_checkpoint or LAST) if named or every else None
 
     claimed = from_first(mesh, "the run's directory", claim)
     if claimed is None:
         return Beginning()
-    every, candidates = claimed
-    if not candidates:
+    every, checkpoint = claimed
+    if checkpoint is None:
         say(console, f"{run_dir.path} has no checkpoint yet: the run starts from its first step")
         return Beginning()
-    places = list(config.memory.ssd_directories)
-    problems: list[str] = []
-    for checkpoint in candidates:
-        with console.status(f"Checking {checkpoint.path}"):
-            problem, extra = _examined(checkpoint, places, mesh)
-        if problem is None:
-            break
-        problems.append(f"The checkpoint after step {checkpoint.step} ({checkpoint.path}) cannot be used: {problem}")
-    else:
-        lines = "\n".join([*problems, "Nothing was changed."])
-        if named:
-            raise CheckpointError(f"{lines} The run has {names_of(every)}: name another one")
+    with console.status(f"Checking {checkpoint.path}"):
+        problem, extra = _examined(checkpoint, list(config.memory.ssd_directories), mesh)
+    if problem is not None:
+        others = names_of([each for each in every if each != checkpoint])
         raise CheckpointError(
-            f"none of the {len(every)} checkpoints of {run_dir.path} can be used:\n{lines} Put back what is missing, "
-            "or start a new run with another --output-dir"
+            f"{checkpoint.path} cannot be used: {problem}. Nothing was changed. Its other checkpoints: {others}. Name "
+            "one with --resume-from-checkpoint"
         )
     _check_belongs(config, checkpoint, extra, run_dir)
     _check_batch(config, extra, mesh, console)
-    suffix = GONE_BACK if named else DAMAGED
-    later = [(c, unused(c.path.with_name(f"{c.path.name}{suffix}"))) for c in every if c.step > checkpoint.step]
+    later = [(c, unused(c.path.with_name(c.path.name + GONE_BACK))) for c in every if c.step > checkpoint.step]
     if later:
         say(
             console,
-            *problems,
-            f"{'Going' if named else 'Falling'} back to the checkpoint after step {checkpoint.step}: the "
-            f"{later[-1][0].step - checkpoint.step} steps after it run again. Later ones are kept as "
-            f"{', '.join(str(name) for _, name in later)}.",
+            f"Going back to the checkpoint after step {checkpoint.step}: the {later[-1][0].step - checkpoint.step} "
+            f"steps after it run again. Later ones are kept as {', '.join(str(name) for _, name in later)}.",
         )
     return Beginning(checkpoint, extra["samples"], extra.get(EVALUATED), tuple(later))
 

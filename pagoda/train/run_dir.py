@@ -3,15 +3,13 @@
 import json
 import os
 import re
-import shlex
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from pagoda.config.settings import flag
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import copy_durably, inside, make_directories, read_regular, sync_directory, write_durably
 from pagoda.memory.forms import FormError, whole, with_hash
@@ -26,9 +24,8 @@ PREFIX = "checkpoint-"
 _CHECKPOINT = re.compile(rf"{PREFIX}(\d+)")
 LAST = "last"
 """Stands for the last checkpoint in place of a name."""
-DAMAGED, GONE_BACK = ".damaged", ".later"
-"""Suffixes of checkpoints that are kept but no longer belong to the run, because they are damaged or because the run
-went back to an earlier one."""
+GONE_BACK = ".later"
+"""Suffix of checkpoints that are kept but no longer belong to the run, because it went back to an earlier one."""
 _MOST_CONFIG_BYTES = 1 << 20
 
 
@@ -124,30 +121,6 @@ class RunDir:
             ) from error
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
-
-    def foreign(self, config: TrainConfig) -> dict[str, str]:
-        """Setting -> flag and value, for each class to import that is not torch's and each directory to write to that
-        is not in this one."""
-        module, colon, _ = config.optim.partition(":")
-        outside = {"optim": colon and module.partition(".")[0] != "torch"}
-        for name, found in (("memory.ssd", config.memory.ssd_directories), ("cache", [config.cache or self.path])):
-            outside[name] = any(not path.resolve().is_relative_to(self.path.resolve()) for path in found)
-        values = {"optim": config.optim, "memory.ssd": config.memory.ssd, "cache": config.cache}
-        return {name: f"{flag(name)} {shlex.quote(str(values[name]))}" for name, is_it in outside.items() if is_it}
-
-    def continued_config(self, named: Collection[str]) -> TrainConfig:
-        """`started_config`, for a command that continues the run and names the settings `named` itself.
-
-        Raises ConfigError also if the configuration has a class to import that is not torch's, or a directory to write
-        to that is not in the run's, and the command does not name it: the run's directory may be a stranger's.
-        """
-        started = self.started_config()
-        if unnamed := " ".join(text for name, text in self.foreign(started).items() if name not in named):
-            raise ConfigError(
-                f"{self.path} has {unnamed}. A run's directory may come from somebody else, so what it imports, and "
-                f"where it writes outside, must be on the command line too: add {unnamed}"
-            )
-        return started
 
     def all_checkpoints(self) -> list[RunCheckpoint]:
         """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""

@@ -9,7 +9,7 @@ from pagoda.errors import ConfigError
 from pagoda.memory.files import read_regular
 from pagoda.train.config import TrainConfig
 
-_NOT_SETTINGS = ("output_dir", "resume_from_checkpoint", "trace", "trace_step", "config")
+_NOT_SETTINGS = ("output_dir", "resume_from_checkpoint", "trace", "config")
 """Arguments that belong to one command. They are not copied to another run."""
 _MOST_BYTES = 1 << 20
 

@@ -33,6 +33,8 @@ from pagoda.train.run_dir import RunDir
 
 _log = logging.getLogger("pagoda")
 _VERSION = "transformers_version"
+_TRACED = 3
+"""The step of a call that is recorded: the first in steady state."""
 
 
 def arguments(config: TrainConfig, passes: Passes, evaluates_first: bool) -> TrainingArguments:
@@ -101,7 +103,7 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
         """Of the step that is under way."""
         self.began = self.data_s = self.lr = 0.0
         """When the last step began, the seconds in which its data were read, and its learning rate."""
-        self.traced = done + min(config.trace_step, config.max_steps - done)
+        self.traced = done + min(_TRACED, config.max_steps - done)
         """The step to record, counted from 1."""
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
@@ -267,10 +269,8 @@ class RunCheckpoints(Checkpoints):
         """Do nothing: the plan was shown before."""
 
     def _say_how_to_continue(self) -> None:
-        run = self._run
-        flags = " ".join(["", *run.run_dir.foreign(run.config).values()])
         say(
             self._console,
             "Interrupted. Continue with: pagoda train --resume-from-checkpoint last --output-dir "
-            f"{run.run_dir.path}{flags}",
+            f"{self._run.run_dir.path}",
         )

@@ -23,7 +23,7 @@ OF_A_RUN = {
     "dataset_test_split", "dataset_revision", "dataset_streaming", "tokenizer", "cache",
     "eval_data", "eval_share", "eval_steps", "max_eval_samples", "early_stopping_patience", "keep_best",
     "packing", "num_train_epochs", "config", "report_to", "seed",
-    "output_dir", "resume_from_checkpoint", "save_at_end", "trace_step", "verbose",
+    "output_dir", "resume_from_checkpoint", "save_at_end", "verbose",
     # Which values states take, not how many.
     "learning_rate", "betas", "eps", "weight_decay", "weight_decay_on", "warmup_steps",
     "lr_scheduler_type", "min_lr_ratio",

@@ -27,7 +27,6 @@ WRONG = {
     f"{CHATS} --output-dir {'x' * 256}": "x(.config.json)? cannot be used: File name too long",
     f"{CHATS} --load-in-4bit": r"--load-in-4bit is for .*: give --lora-r too",
     f"{CHATS} --lora-r 0": "--lora-r is 0; it must be at least",
-    f"{CHATS} --trace t.json --trace-step 7 --max-steps 6": "--trace-step is 7",
     f"{CHATS} --lora-r 8 --load-in-4bit --load-in-8bit": "give --load-in-4bit or --load-in-8bit, not both",
     "train --config none.yaml": r"none\.yaml cannot be read: .*name a file of settings",
     "train --resume-from-checkpoint last": "continues a run: name its directory with --output-dir",

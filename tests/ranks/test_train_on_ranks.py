@@ -128,20 +128,23 @@ def test_ranks_take_the_plan_that_the_first_finds(
         assert first["options"] == second["options"]
 
 
-def test_ranks_fall_back_together_from_a_damaged_checkpoint(
+def test_ranks_refuse_a_damaged_checkpoint_together_and_go_back_to_another(
     ranks: RankServer, whole: TrainConfig, tmp_path: Path
 ) -> None:
     config = replace(whole, output_dir=tmp_path / "run")
     shutil.copytree(whole.output_dir, config.output_dir)
     last = RunDir(config.output_dir).checkpoint(STEPS)
     flip(last / "pagoda" / "exp_avg_sq.safetensors")
-    assert started(ranks, 2, tmp_path / "c", replace(config, resume_from_checkpoint="last")) == [0, 0]
-    first, second = (torch.load(tmp_path / "c" / f"rank-{rank}.pt") for rank in range(2))
+    assert started(ranks, 2, tmp_path / "c", replace(config, resume_from_checkpoint="last")) == [1, 1]
+    for rank in range(2):
+        assert f"{last.name} cannot be used" in (tmp_path / "c" / f"error-{rank}.txt").read_text()
+    other = replace(config, resume_from_checkpoint=f"checkpoint-{STEPS - 2}")
+    assert started(ranks, 2, tmp_path / "d", other) == [0, 0]
+    first, second = (torch.load(tmp_path / "d" / f"rank-{rank}.pt") for rank in range(2))
     assert first["steps"] == second["steps"] == (STEPS - 1, STEPS)
-    assert first["shown"].count("Falling back to the checkpoint after step 4") == 1
     assert second["shown"] == ""
     assert_same(whole, config)
-    assert last.with_name(f"{last.name}.damaged").is_dir()
+    assert last.with_name(f"{last.name}.later").is_dir()
 
 
 def test_a_directory_in_use_is_refused_on_every_rank(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:

@@ -184,8 +184,7 @@ WRONG = {
     "sequences that are too long": ("--max-length 512", "use --max-length 256 or less"),
     "conversations that are too long": ("--max-length 8 --data {}/chats.jsonl", "use a larger --max-length"),
     "everything held out": ("--eval-share 0.999", "leaves nothing of"),
-    "an interrupted download": ("--model {}/part", "lacks 1 of its 2 files of weights.*run hf download again"),
-    "a gated model": ("--model {}/gated", "downloaded without weights: run hf download again.*accept its terms"),
+    "an interrupted download": ("--model {}/part", "lacks 1 of its 2 files of weights"),
 }
 
 
@@ -199,8 +198,6 @@ def wrongs(folder: Path) -> Path:
     (folder / "part" / "model.safetensors").rename(folder / "part" / files[0])
     index = {"weight_map": dict(zip("ab", files, strict=True))}
     (folder / "part" / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "gated" / ".cache" / "huggingface").mkdir(parents=True)
-    shutil.copy(folder / "model" / "config.json", folder / "gated")
     write_model(folder / "bytes", vocab_size=128)
     (folder / "plain.txt").write_text("plain text " * 90)
     (folder / "accents.txt").write_text("caf\u00e9 " * 90)
