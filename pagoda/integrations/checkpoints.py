@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,10 @@ from pagoda.integrations.staging import Staged, check_replaceable, delete, delet
 from pagoda.integrations.states import numbered
 from pagoda.memory.identity import STATE, partial
 from pagoda.memory.sizes import format_bytes
+from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_all, from_first
 from pagoda.optimizer import PagedOptimizer
+from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
 
 _BEGUN = "checkpoint-is-incomplete.txt"
@@ -288,11 +290,9 @@ class Checkpoints:
         trainer = self._trainer
         plan = plan_of(trainer.model)
         self._console.print(plan_table(plan, None, explained=False))
-        endurance = endurance_of(trainer.paging.memory.ssd_directories, self._mesh.everyone.nodes)
-        written = sum(from_all(self._mesh, "the bytes written to SSD", bytes_written_to_ssd(plan)))
-        if endurance is not None and written:
-            steps = trainer.state.max_steps - trainer.state.global_step
-            say(self._console, f"SSD: {wear(written, steps, endurance)}")
+        steps = trainer.state.max_steps - trainer.state.global_step
+        _, worn = wear_of(plan, trainer.paging.memory.ssd_directories, steps, self._mesh)
+        say(self._console, *([worn] if worn else []))
 
     def explain(self, name: str) -> str:
         """The message after a signal."""
@@ -313,6 +313,16 @@ class Checkpoints:
 
     def _say(self, message: str) -> None:
         say(self._console, message) if self._mesh.everyone.rank == 0 else _log.warning("%s", message)
+
+
+def wear_of(plan: Plan, directories: Iterable[Path], steps: int, mesh: Mesh) -> tuple[float, str]:
+    """How much a run of so many steps wears the drives of these directories: the share of what they are rated for, and
+    a message, which is empty if it writes nothing to them. All ranks call this."""
+    endurance = endurance_of(directories, mesh.everyone.nodes)
+    written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan)))
+    if endurance is None or not written:
+        return 0.0, ""
+    return written * steps / endurance.value, f"SSD: {wear(written, steps, endurance)}"
 
 
 class SavingCallback(TrainerCallback):  # type: ignore[misc]

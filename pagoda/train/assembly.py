@@ -14,9 +14,9 @@ from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.console import lasting, say
 from pagoda.errors import ConfigError
 from pagoda.forecast.report import plan_table
-from pagoda.forecast.wear import endurance_of, wear
+from pagoda.integrations.checkpoints import wear_of
 from pagoda.mesh.mesh import Mesh, open_mesh
-from pagoda.mesh.sharing import from_all, from_first
+from pagoda.mesh.sharing import from_first
 from pagoda.mesh.world import was_restarted
 from pagoda.models.build import build_model
 from pagoda.models.divisions import divide
@@ -27,11 +27,10 @@ from pagoda.optim.rule import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.combinations import check_features
 from pagoda.plan.options import Options
-from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import deferred_init
 from pagoda.prepare.sequence_parallel import check_division, divide_sequences
 from pagoda.train.callbacks import RunCallback, TrainResult
-from pagoda.train.choice import ChosenPlan, choose_plan
+from pagoda.train.choice import choose_plan
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.early import refuse_early
@@ -123,7 +122,10 @@ def _run(
             say(console, *example(batches.rows, data.tokenizer))
         step_s = plan.predicted["step_s"] if plan.predicted else None
         say(console, expected(batches, config.max_steps, beginning.done, step_s, evaluated is not None))
-        plan = _with_wear(config, plan, model, beginning.done, mesh, console)
+        steps = config.max_steps - beginning.done
+        share, worn = wear_of(plan_of(model), config.memory.ssd_directories, steps, mesh)
+        say(console, *([worn] if worn and (config.verbose or share >= _WORN) else []))
+        plan = replace(plan, reasons=(*plan.reasons, *([f"{worn}."] if worn else [])))
         evaluator = None
         if evaluated is not None:
             evaluator = Evaluator(evaluated, data.tokenizer, mesh, config.sequence_parallel)
@@ -158,21 +160,6 @@ def _wrapped(config: TrainConfig, built: nn.Module, rule: Rule, mesh: Mesh) -> t
         tiles=config.part(Tiles),
         mesh=mesh,
     )
-
-
-def _with_wear(
-    config: TrainConfig, plan: ChosenPlan, model: nn.Module, done: int, mesh: Mesh, console: Console
-) -> ChosenPlan:
-    """The plan with how much the run wears its drive. Prints that if it is much."""
-    endurance = endurance_of(config.memory.ssd_directories, mesh.everyone.nodes)
-    written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
-    if endurance is None or not written:
-        return plan
-    steps = config.max_steps - done
-    worn = f"SSD: {wear(written, steps, endurance)}"
-    if config.verbose or written * steps >= _WORN * endurance.value:
-        say(console, worn)
-    return replace(plan, reasons=(*plan.reasons, f"{worn}."))
 
 
 def _seed_all(seed: int) -> None:

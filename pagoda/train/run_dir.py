@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import copy_durably, inside, make_directories, read_regular, sync_directory, write_durably
-from pagoda.memory.forms import FormError, whole, with_hash
 from pagoda.memory.identity import MANIFEST, STATE
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
@@ -101,7 +100,7 @@ class RunDir:
     def started_config(self) -> TrainConfig:
         """The configuration with which the run was started.
 
-        Raises ConfigError if there is no run here, or if its configuration cannot be read or was edited.
+        Raises ConfigError if there is no run here, or if its configuration cannot be read.
         """
         try:
             content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
@@ -111,16 +110,9 @@ class RunDir:
                 f" ({error.strerror or type(error).__name__}). Name the directory of a run"
             ) from error
         try:
-            return TrainConfig.from_settings(whole(content))
-        except FormError as error:
-            raise ConfigError(
-                f"{self.config} is not as `pagoda train` wrote it: it was edited or damaged, or another version wrote "
-                f"it ({error}). Put it back as it was, and give changed settings as flags: pagoda train "
-                "--resume-from-checkpoint last --output-dir "
-                f"{self.path} --max-steps N"
-            ) from error
-        except ConfigError as error:
-            raise ConfigError(f"{self.config}: {error}") from error
+            return TrainConfig.from_settings(json.loads(content))
+        except (ConfigError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.config} is damaged, or another version wrote it: {error}") from error
 
     def all_checkpoints(self) -> list[RunCheckpoint]:
         """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""
@@ -197,7 +189,7 @@ class RunDir:
         with self._writing():
             make_directories(self.path)
             # First, because without it there is no run to resume, and with the others none can start.
-            write_durably(self.config, (json.dumps(with_hash(config.settings()), indent=2) + "\n").encode())
+            write_durably(self.config, (json.dumps(config.settings(), indent=2) + "\n").encode())
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
                 with inside(self.path, self.tokenizer.name) as folder:

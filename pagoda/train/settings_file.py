@@ -1,7 +1,6 @@
 """Files of settings, from which `pagoda train --config` starts another run."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,8 @@ def read_settings(path: Path) -> TrainConfig:
 
     Raises ConfigError if it cannot be read, or if a setting in it is unknown or has the wrong type.
     """
-    settings = read_yaml(path)
-    if isinstance(settings, Mapping):
-        settings = {name: value for name, value in settings.items() if name != "hash"}
     try:
-        return TrainConfig.from_settings(settings)
+        return TrainConfig.from_settings(read_yaml(path))
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from error
 

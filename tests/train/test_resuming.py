@@ -190,18 +190,6 @@ def edited(path: Path, old: str, new: str) -> None:
     path.write_text(re.sub(old, new, text))
 
 
-@pytest.mark.parametrize("old", ['"max_steps": 4', r"\s*}\s*$"])
-def test_an_edited_configuration_is_noticed(old: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    """A setting that decides no bits, and the end of the file."""
-    edited(RunDir(config.output_dir).config, old, old[:-1] + "9" if old[-1].isalnum() else "")
-    before = content_of(config.output_dir)
-    assert command(f"train --resume-from-checkpoint last --output-dir {config.output_dir} --max-steps 6") == 2
-    assert str(RunDir(config.output_dir).config) in capsys.readouterr().err
-    assert main(["inspect", "--verify", str(config.output_dir)]) == 1
-    assert f"{RunDir(config.output_dir).config} is not that of the run" in capsys.readouterr().out.replace("\n", "")
-    assert content_of(config.output_dir) == before
-
-
 def test_an_edited_configuration_of_the_model_is_noticed(config: TrainConfig, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(config.model, model)
@@ -217,15 +205,12 @@ def test_an_edited_configuration_of_the_model_is_noticed(config: TrainConfig, tm
 
 
 def test_the_configuration_of_another_run_is_noticed(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--verify", str(config.output_dir)]) == 0
     run_dir = RunDir(config.output_dir)
     run_dir.create(replace(run_dir.started_config(), seed=1))
     before = content_of(config.output_dir)
     capsys.readouterr()
     assert command(f"train --resume-from-checkpoint last --output-dir {config.output_dir} --max-steps 6") == 2
     assert "--seed 1 (the checkpoint has 0)" in capsys.readouterr().err
-    assert main(["inspect", "--verify", str(config.output_dir)]) == 1
-    assert "--seed 0 (it has 1)" in capsys.readouterr().out
     assert content_of(config.output_dir) == before
 
 
