@@ -24,19 +24,8 @@ BYTES = "bytes"
 VOCABULARY = 256
 """Number of token ids if text is read as bytes."""
 _FILES = (
-    "*tokenizer*",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges.txt",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.codes",
-    "normalizer.json",
+    *("*tokenizer*", "vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm", "*.tiktoken", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "*.codes", "normalizer.json"),
 )
 """The files of a Hugging Face directory that may belong to a tokenizer."""
 _BESIDE = ("additional_chat_templates", "*processor*.json")

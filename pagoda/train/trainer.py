@@ -262,6 +262,9 @@ class RunCheckpoints(Checkpoints):
             EVALUATED: None if self._run.evaluator is None else self._run.evaluator.data,
         }
 
+    def _by_age(self, run: Path) -> list[Path]:
+        return [checkpoint.path for checkpoint in self._run.run_dir.all_checkpoints()]
+
     def _outdated(self, older: list[Path], now: Any) -> list[Path]:
         return [path for path in super()._outdated(older, now) if _is_ours_alone(path)]
 
