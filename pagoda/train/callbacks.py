@@ -81,9 +81,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         factor = config.lr_factor(done, config.max_steps)
         for group, base in zip(objects["optimizer"].param_groups, objects["lr_scheduler"].base_lrs, strict=True):
             group["lr"] = base * factor
-        if evaluator is not None and state.best_metric is not None and self._beginning.evaluated != evaluator.data:
+        if state.best_metric is not None and self._beginning.evaluated != (evaluator and evaluator.data):
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-            say(self._console, "Evaluation: on other sequences than before: the best checkpoint is chosen anew")
+            say(self._console, "Evaluation: not on the sequences of before: the best checkpoint is chosen anew")
         self._started = time.monotonic()
         self._trace_after(done)
 

@@ -1,6 +1,7 @@
 """The trainer of `pagoda train`: transformers' own, with the data order and the checkpoints of a run."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,10 +165,11 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure the loss on the data to evaluate on, and note whether it is the best one after a step."""
         assert self.evaluator is not None, "only then an evaluation is due"
-        figures = self.evaluator.measure(self.passes, self.state.global_step)
+        state = self.state
+        figures = self.evaluator.measure(self.passes, state.global_step)
         metrics = {f"eval_{name}": value for name, value in figures.items()}
-        if self.state.global_step:
-            self._determine_best_metric(metrics, None)
+        if state.global_step and figures["loss"] < (math.inf if state.best_metric is None else state.best_metric):
+            state.best_metric, state.best_global_step = figures["loss"], state.global_step
         self.log({f"eval_{name}": figures[name] for name in ("loss", "perplexity", "bits_per_byte")})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

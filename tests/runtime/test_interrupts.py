@@ -7,6 +7,7 @@ import dis
 import faulthandler
 import inspect
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -296,6 +297,7 @@ def check(folder: Path, case: Case, lines: Iterator[int]) -> Counter[str]:
                 run.step(BATCHES[3])
                 assert_equal(run.state(), expected[0])
             run.optimizer.close()
+        shutil.rmtree(folder / str(at))  # thousands of runs would fill a drive
         if not came:
             break
         ends["loaded" if loaded else "went on"] += 1

@@ -165,7 +165,7 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
     assert best in [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()]
     # Losses on other sequences are not compared with those before.
     _, evals, shown = trained(replace(on, max_steps=last + 3, max_eval_samples=1))
-    assert "on other sequences than before: the best" in shown
+    assert "not on the sequences of before: the best" in shown
     best = min(evals[-2:], key=lambda line: line["loss"])["step"]
     assert RunDir(config.output_dir).named("best").step == best
     assert [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()] == sorted({best, last + 3})
