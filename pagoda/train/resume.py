@@ -27,7 +27,6 @@ EVALUATED = "evaluated"
 """Key of what identifies the sequences on which the run evaluates."""
 SAMPLES_PER_STEP = "samples_per_step"
 """Key of the number of sequences a step on all ranks."""
-_KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int, SAMPLES_PER_STEP: int}
 
 
 @dataclass(frozen=True)
@@ -130,11 +129,9 @@ def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> 
 
 def _not_ours(extra: object, step: int) -> str | None:
     """Why a checkpoint is not one that `pagoda train` saved under this name, or None."""
-    if not isinstance(extra, dict) or any(type(extra.get(key)) is not kind for key, kind in _KEYS.items()):
+    if not isinstance(extra, dict) or not {CONFIG, "text", "samples", SAMPLES_PER_STEP} <= extra.keys():
         return "it is not one of `pagoda train`, or of another version"
-    if extra["step"] != step:
-        return f"it is the state after step {extra['step']}, under another name"
-    return None
+    return None if extra.get("step") == step else f"it is the state after step {extra.get('step')}, under another name"
 
 
 def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[str, Any], run_dir: RunDir) -> None:

@@ -1,9 +1,7 @@
 """The directory of a run: where one may begin, its configuration, and which checkpoint is the last."""
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,41 +52,6 @@ def test_the_latest_checkpoint_is_the_complete_one_with_the_most_steps(tmp_path:
     assert run_dir.latest().path == run_dir.checkpoint(1_000_000)
 
 
-def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each name is synced after it was made or replaced, in the directory that has it; content before its name."""
-    done: list[tuple[str, str]] = []
-    real = {"fsync": os.fsync, "replace": os.replace, "mkdir": os.mkdir}
-
-    def fsync(descriptor: int) -> None:
-        done.append(("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)))
-        real["fsync"](descriptor)
-
-    def replaced(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
-        directory = os.path.relpath(os.readlink(f"/proc/self/fd/{dst_dir_fd}"), tmp_path)
-        done.append(("replace", os.path.join(directory, target)))
-        real["replace"](source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-
-    def made(path: Path, mode: int = 0o777) -> None:
-        real["mkdir"](path, mode)
-        done.append(("mkdir", os.path.relpath(path, tmp_path)))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr(os, "mkdir", made)
-    names = ("a/b/config.json", "a/b/run.yaml")
-    rewritten = [step for name in names for step in (("fsync", f"{name}.tmp"), ("replace", name), ("fsync", "a/b"))]
-    run_dir = RunDir(tmp_path / "a" / "b")
-    run_dir.create(CONFIG)
-    assert run_dir.started_config() == CONFIG
-    assert done == [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a"), *rewritten]
-    done.clear()
-    run_dir.create(replace(CONFIG, max_steps=40))
-    assert run_dir.started_config().max_steps == 40
-    assert done == rewritten
-
-
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.touch(),
     "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{}"),
@@ -110,26 +73,3 @@ def test_a_broken_configuration_is_refused(case: str, tmp_path: Path) -> None:
     HOSTILE[case](run_dir.config)
     with pytest.raises(ConfigError, match=r"config\.json"):
         run_dir.started_config()
-
-
-def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    for name, value in (
-        ("max_steps", True),
-        ("max_steps", 10**30),
-        ("model", 5),
-        ("model", "\0"),
-        ("output_dir", ["run"]),
-        ("precision", "fp8"),
-        ("max_grad_norm", "1"),
-        ("batch_tiles", "all"),
-        ("optim", [1]),
-        ("betas", [0.9]),
-        ("lora_target_modules", [1]),
-        ("resume_from_checkpoint", 1),
-        ("accumulation_steps", 2),
-        ("lora", {"rank": 2}),
-    ):
-        run_dir.config.write_text(json.dumps({**CONFIG.settings(), name: value}))
-        with pytest.raises(ConfigError, match=rf"config\.json is damaged, .*{name}"):
-            run_dir.started_config()

@@ -99,15 +99,6 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
         assert first.read_bytes() == second.read_bytes()
 
 
-def test_the_last_checkpoint_is_tried_again_for_a_while(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "RETRY_S", 0.01)
-    config = replace(config, save_steps=0, max_steps=2)
-    fill_disk(2, monkeypatch)
-    _, shown = trained(config)
-    assert shown.count("The state is still in memory") == 1
-    assert checkpoints(config) == [2]
-
-
 def test_a_signal_ends_the_tries_which_are_said_each_minute(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
