@@ -1,6 +1,5 @@
 """`pagoda train`: transformers' trainer, with state in pages."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from pagoda.cli.flags import value_of
 from pagoda.config.decode import is_text
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
-from pagoda.train.early import refuse_early
 from pagoda.train.run_dir import LAST, RunDir
 from pagoda.train.settings_file import read_settings
 
@@ -20,8 +18,6 @@ _SIGNAL_BASE = 128
 
 def run(config: TrainConfig, console: Console) -> int:
     """Train. Returns the exit code."""
-    if "RANK" not in os.environ:  # else torch is imported, and all ranks refuse together
-        refuse_early(config)
     from pagoda.budgets import compute_device
     from pagoda.process import keep_freed_memory
     from pagoda.train.assembly import run as train

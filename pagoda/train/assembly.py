@@ -10,17 +10,21 @@ from rich.console import Console
 from torch import nn
 
 from pagoda.api import plan_of, wrap
+from pagoda.config.reading import names_of
+from pagoda.config.run import PACKAGES, needs_package
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.console import lasting, say
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, check_installed
 from pagoda.forecast.report import plan_table
 from pagoda.integrations.checkpoints import wear_of
+from pagoda.memory.ssd.lock import lock_directories
 from pagoda.mesh.mesh import Mesh, open_mesh
 from pagoda.mesh.sharing import from_first
 from pagoda.mesh.world import was_restarted
 from pagoda.models.build import build_model
 from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
+from pagoda.models.lora import NO_PEFT
 from pagoda.models.stages import to_stage
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.optim.rule import Rule
@@ -29,18 +33,19 @@ from pagoda.plan.combinations import check_features
 from pagoda.plan.options import Options
 from pagoda.prepare.construct import deferred_init
 from pagoda.prepare.sequence_parallel import check_division, divide_sequences
+from pagoda.simulate.hardware import hardware_file
 from pagoda.train.callbacks import RunCallback, TrainResult
 from pagoda.train.choice import choose_plan
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
-from pagoda.train.early import refuse_early
 from pagoda.train.evaluate import Evaluator
 from pagoda.train.inputs import batches_of, example, keep_apart, opened_tokens
 from pagoda.train.model import check_weights, ready
 from pagoda.train.passes import Passes
 from pagoda.train.progress import Progress, expected
 from pagoda.train.resume import Beginning, begin
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import RunDir, check_not_in_use
+from pagoda.train.sources import check_exists
 from pagoda.train.tokens import DataSets
 from pagoda.train.trainer import RunTrainer
 
@@ -66,7 +71,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     console = Console(quiet=True) if mesh.everyone.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
-        from_first(mesh, "the settings", lambda: refuse_early(config, mesh.everyone.size, was_restarted()))
+        from_first(mesh, "the settings", lambda: _check_places(config, mesh.everyone.size, was_restarted()))
         _check_optimizer(config)
         if config.download:
             from_first(mesh, "the download of the model", lambda: _download(config.model))
@@ -167,6 +172,32 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def _check_places(config: TrainConfig, ranks: int, again: bool) -> None:
+    """Raises ConfigError, CheckpointError or StorageError if a package is not installed, or if a directory or data
+    cannot be used. Writes nothing. `again`: torchrun has restarted the run."""
+    if (bits := config.quantized_format) is not None:
+        check_installed(PACKAGES[bits], needs_package(bits))
+    if config.lora_r is not None:
+        check_installed("peft", NO_PEFT)
+    for tracker in config.report_to:
+        module = {"azure_ml": "azureml", "flyte": "flytekit"}.get(tracker, str(tracker))
+        check_installed(module, f"--report-to {tracker} needs {module}: pip install {module}")
+    if config.plan == "search" and not hardware_file().exists():
+        raise ConfigError("--plan search needs a machine that was measured: run `pagoda calibrate --ssd DIR` first")
+    places = list(config.memory.ssd_directories)
+    if ranks > 1:  # each rank has a directory in each, which may not be there yet
+        places = [path / "rank-0" for path in places if (path / "rank-0").exists() or not path.is_dir()]
+    lock_directories(places).close()
+    if config.output_dir is not None:
+        run_dir = RunDir(config.output_dir)
+        run_dir.check_place()
+        check_not_in_use(run_dir.path)
+        if not (config.resume_from_checkpoint or again):
+            run_dir.check_free()
+    for name in (*names_of(config.data or ()), *names_of(config.eval_data or ())):
+        check_exists(name)
 
 
 def _check_optimizer(config: TrainConfig) -> None:

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from pagoda.errors import ConfigError
-from pagoda.train import TrainConfig, early
+from pagoda.train import TrainConfig, assembly
 from pagoda.train.metrics import read_metrics
 from tests.tiny import tiny_run, trained
 
@@ -46,7 +46,7 @@ class Package(TrainerCallback):
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Package]:
     """The callbacks that runs have made. Their packages are as if they were installed."""
     monkeypatch.setattr(Package, "made", [])
-    monkeypatch.setattr(early, "check_installed", lambda *_: None)
+    monkeypatch.setattr(assembly, "check_installed", lambda *_: None)
     for name in ("wandb", "trackio"):
         monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, name, Package)
     return Package.made
