@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from pagoda.config.reading import DataSettings
 from pagoda.train.seen import Seen
 from pagoda.train.sources import documents, find
-from pagoda.train.tokenizer import ModelTokenizer
+from pagoda.train.tokenizer import Tokenizer as ModelTokenizer
 from pagoda.train.tokens import open_tokens
 from script import write
 

@@ -743,7 +743,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "train/resume.py": {
-        "a checkpoint of another step is resumed": ('if extra["step"] != step:', "if False:", "train/test_resuming.py"),
+        "a checkpoint of another step is resumed": (
+            'if extra.get("step") == step else',
+            "if True else",
+            "train/test_resuming.py",
+        ),
     },
     "train/data.py": {
         "all epochs have the same order": ("(self.seed, int(epoch))", "(self.seed, 0)", "train/test_data.py"),

@@ -253,7 +253,7 @@ def test_the_command_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.Mo
 def test_make_demo_installs_what_its_report_draws_with() -> None:
     root = Path(__file__).parents[1]
     assert 'f"report ' in (root / "examples" / "demo.py").read_text()
-    needs = re.findall(r"pagoda-train\[(\w+)\]", (root / "pagoda" / "train" / "page.py").read_text())
+    needs = re.findall(r"pagoda-train\[(\w+)\]", (root / "pagoda" / "train" / "report.py").read_text())
     installed = re.findall(r"-e '\.\[([\w,]+)\]'", (root / "Makefile").read_text())[0].split(",")
     assert needs
     assert {*needs} <= {*installed}

@@ -3,7 +3,6 @@
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def with_metrics(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     from pagoda.train.callbacks import RunCallback
 
     measured = RunCallback.measured
-    monkeypatch.setattr(RunCallback, "measured", lambda *args: replace(measured(*args), **changes))
+    monkeypatch.setattr(RunCallback, "measured", lambda *args: {**measured(*args), **changes})
 
 
 def batch_of(batches: Batches, step: int, index: int = 0) -> dict[str, torch.Tensor]:

@@ -120,8 +120,6 @@ class DiskRoom:
     """Each later one, if none of its state stays in its pages on SSD."""
     most: int
     """Number of checkpoints that the run adds."""
-    beside: int = 0
-    """All else."""
     required: bool = True
     """Whether the run is an error if there is no room for one."""
 
@@ -132,9 +130,9 @@ class DiskRoom:
         Raises StorageError if there is no room for one.
         """
         has = f"{has} has {format_bytes(free)} free"
-        if self.required and self.one + self.beside > free:
+        if self.required and self.one > free:
             raise StorageError(f"{has}, and {what}: free space, or name a directory on another disk{remedy}")
-        if self.one + (self.most - 1) * self.copied + self.beside <= free:
+        if self.one + (self.most - 1) * self.copied <= free:
             return None
         return (
             f"{has}. The run may add {self.most} checkpoints of up to {format_bytes(self.copied)} each: free space "

@@ -19,9 +19,9 @@ def run(config: DataConfig, console: Console) -> int:
     data = DataSets(config, console)
     tokens = opened_tokens(config.data, config.dataset_train_split, data, open_mesh(), console)
     if not config.max_length:
-        seq_len, reasons = sequence_length(config, tokens)
-        config = replace(config, max_length=seq_len)
-        say(console, *(f"Chosen: {reason}" for reason in reasons))
+        length, why = sequence_length(config, tokens)
+        config = replace(config, max_length=length)
+        say(console, f"Chosen: --max-length {length}: {why}")
     rows = Rows.of(tokens, config.max_length, config.packing)
     say(console, *sequences(rows), *example(rows, data.tokenizer))
     return 0

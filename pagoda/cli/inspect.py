@@ -10,15 +10,13 @@ from rich.console import Console
 from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.config.commands import InspectConfig
 from pagoda.console import say
-from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
+from pagoda.errors import CheckpointError, ConfigError, StorageError
 from pagoda.memory.identity import MANIFEST, STATE
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.commits import Commit
 from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.memory.ssd.orphans import why_orphaned
 from pagoda.memory.ssd.record import StoreRecord, stores_in, unknown_in
-from pagoda.train.config import TrainConfig
-from pagoda.train.resume import CONFIG
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 
 _DAMAGED = 1
@@ -32,12 +30,10 @@ def run(config: InspectConfig, console: Console) -> int:
     for inner in (config.directory, config.directory / STATE):
         if (inner / MANIFEST).exists():
             return _DAMAGED if _show_checkpoint(inner, config.verify, console) else 0
-    run = RunDir(config.directory)
-    checkpoints = run.all_checkpoints()
+    checkpoints = RunDir(config.directory).all_checkpoints()
     if checkpoints:
         found = sum(_show_checkpoint(c.state, config.verify, console) for c in checkpoints)
         found += sum(_show_seal(c, console) for c in checkpoints) if config.verify else 0
-        found += _show_config(run, checkpoints, console) if config.verify else 0
         return _DAMAGED if found else 0
     damaged = 0
     stores = stores_in(config.directory)
@@ -75,31 +71,6 @@ def _show_seal(checkpoint: RunCheckpoint, console: Console) -> int:
         say(console, f"  {error}")
         return 1
     return 0
-
-
-def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Console) -> int:
-    """Print whether config.json is what the run's checkpoints were saved with. Returns the number of checkpoints that
-    differ."""
-    started = [found for found in map(_started, checkpoints) if found is not None]
-    if not started:
-        return 0  # saved by a loop of the user's own
-    try:
-        config = run.started_config()
-        found = [f"{c.path}: {', '.join(differing)}" for c, s in started if (differing := s.differing(config, "it"))]
-    except ConfigError as error:
-        found = [str(error)]
-    say(console, *(f"  {what}" for what in found))
-    say(console, f"{run.config} is not that of the run" if found else f"{run.config} is as it was written")
-    return len(found)
-
-
-def _started(checkpoint: RunCheckpoint) -> tuple[RunCheckpoint, TrainConfig] | None:
-    """The configuration that `pagoda train` saved with a checkpoint. None if there is none or it cannot be read."""
-    try:
-        with SavedCheckpoint(checkpoint.state, all_pages=False) as opened:
-            return checkpoint, TrainConfig.from_settings(opened.manifest["extra"][CONFIG])
-    except (PagodaError, LookupError, TypeError):
-        return None
 
 
 def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> int:

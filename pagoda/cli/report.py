@@ -12,8 +12,7 @@ from pagoda.memory.files import read_regular, write_durably
 
 def run(config: ReportConfig, console: Console) -> int:
     """Write the page, and print where it is. Returns the exit code."""
-    from pagoda.train.page import BEGINNING
-    from pagoda.train.report import report
+    from pagoda.train.report import BEGINNING, report
 
     source = config.source
     page = report(source)

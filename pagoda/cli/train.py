@@ -1,17 +1,15 @@
 """`pagoda train`: transformers' trainer, with state in pages."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from pagoda.cli.flags import name_of, value_of
+from pagoda.cli.flags import value_of
 from pagoda.config.decode import is_text
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
-from pagoda.train.early import refuse_early
 from pagoda.train.run_dir import LAST, RunDir
 from pagoda.train.settings_file import read_settings
 
@@ -20,8 +18,6 @@ _SIGNAL_BASE = 128
 
 def run(config: TrainConfig, console: Console) -> int:
     """Train. Returns the exit code."""
-    if "RANK" not in os.environ:  # else torch is imported, and all ranks refuse together
-        refuse_early(config)
     from pagoda.budgets import compute_device
     from pagoda.process import keep_freed_memory
     from pagoda.train.assembly import run as train
@@ -37,8 +33,7 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
     --resume-from-checkpoint, or that of the file with --config. None: the defaults.
 
     Raises ConfigError if an argument is not UTF-8 text, if both flags are given, if --resume-from-checkpoint has no
-    --output-dir, or if neither a run is there nor --model says which to begin, or if the file cannot be used. Raises it
-    like `RunDir.continued_config`.
+    --output-dir, or if neither a run is there nor --model says which to begin, or if the file cannot be used.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None
@@ -56,6 +51,5 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
         run_dir = RunDir(Path(out))
         if value_of(args, "--model") is not None and not run_dir.config.exists():
             return None  # the run was killed before the end of its first step, or never began: the flags describe it
-        started = run_dir.continued_config({name_of(arg).removeprefix("--") for arg in args})
-        return replace(started, output_dir=Path(out), resume_from_checkpoint=LAST, trace=None)
+        return replace(run_dir.started_config(), output_dir=Path(out), resume_from_checkpoint=LAST, trace=None)
     return read_settings(Path(given)) if given else None

@@ -165,7 +165,7 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Write a report of a run, or of a plan, as one HTML file: losses, speed, lanes, tiers, settings."""
+    """Write a report of a run, or of a plan, as one HTML file: losses, lanes, tiers, reasons."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN")]
     """Directory of a run, finished or not, or a file that `pagoda plan --json` wrote."""

@@ -75,10 +75,10 @@ class Run(StatesConfig, Training, Workload):
     """Minutes of training from one checkpoint to the next, without --save-steps. 0: save only at the end, and
     when the run is interrupted."""
     save_total_limit: int = 2
-    """Number of checkpoints to keep. Older ones are deleted after a new one is complete. With --save-steps, a
-    checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more space there.
-    Without --save-steps, one checkpoint keeps its pages, if there is room. 0: delete no checkpoint, and copy the
-    state on SSD into each."""
+    """Number of checkpoints to keep, the best one included. Older ones are deleted after a new one is complete. With
+    --save-steps, a checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more
+    space there. Without --save-steps, one checkpoint keeps its pages, if there is room. 0: delete no checkpoint, and
+    copy the state on SSD into each."""
     gradient_accumulation_steps: int  # its default is inherited: a run always announces its passes
     optim: str = "adamw"
     """adamw, adam, sgd, signsgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other
@@ -101,7 +101,7 @@ class Run(StatesConfig, Training, Workload):
     several ranks, and on a machine that has not been measured."""
     trace: Path | None = None
     """File for a trace of one step, as JSON for Perfetto or chrome://tracing: what compute does, and every lane
-    (transfers, updates). `pagoda plan` writes the predicted step, `pagoda train` the step --trace-step."""
+    (transfers, updates). `pagoda plan` writes the predicted step, `pagoda train` the third step that it runs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

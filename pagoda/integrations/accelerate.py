@@ -10,14 +10,14 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list, convert_file_size_to_int
+from accelerate.utils import convert_file_size_to_int
 from torch import nn
 
 from pagoda.checkpoint.state import is_paged
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import LazyStateDict, Saves, exported_into, newest, numbered
+from pagoda.integrations.states import LazyStateDict, delete_save, exported_into, has_save, newest, numbered, saved
 from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
 
@@ -157,16 +157,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
         """Like Accelerate's, but the state of paged models is written in pieces. All files are in a directory
-        `pagoda-N` of `output_dir`. An older save is deleted once the new one is complete and on the disk."""
+        `pagoda` of `output_dir`. An older save is deleted once the new one is complete and on the disk."""
         self._agree("accelerator.save_state()")
         project = self.project_configuration
         automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
         try:
             outer = self._next_directory() if automatic else Path(output_dir)
             with (
-                Saves(outer).new(
-                    self.is_main_process, lambda name: broadcast_object_list([name])[0], self.wait_for_everyone
-                ) as save,
+                saved(outer, self._places, self.is_main_process, self.wait_for_everyone) as save,
                 self._optimizers_without_paged(),
                 self._last(self.register_save_state_pre_hook, self._drop_paged),
             ):
@@ -179,7 +177,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             project.automatic_checkpoint_naming = automatic
         if automatic and self.is_main_process and project.total_limit is not None:
             for directory in self._automatic()[: -project.total_limit]:
-                Saves(directory).delete()
+                delete_save(directory, self._places)
         return str(outer)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -189,7 +187,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ConfigError("Name the directory to load, or set automatic_checkpoint_naming in ProjectConfiguration.")
         self._agree("accelerator.load_state()")
         outers = [Path(input_dir).expanduser()] if input_dir is not None else self._automatic()
-        save = newest(outers)
+        save = newest(outers, self.is_main_process, self.wait_for_everyone)
         with self._optimizers_without_paged(), self._last(self.register_load_state_pre_hook, self._load_paged):
             super().load_state(str(save), *args, **kwargs)
 
@@ -223,9 +221,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _next_directory(self) -> Path:
         directory = self._checkpoints / f"checkpoint_{self.save_iteration}"
-        if Saves(directory).complete():
+        if has_save(directory):
             raise CheckpointError(f"{directory} exists already. Set project_configuration.iteration to another number.")
         return directory
+
+    @property
+    def _places(self) -> list[Path]:
+        """The SSD directories of all paged models."""
+        return [path for _, optimizer in self._paged for path in optimizer.optimizer._engine.ssd_directories]
 
     @property
     def _checkpoints(self) -> Path:

@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +29,15 @@ from pagoda.integrations.staging import Staged, check_replaceable, delete, delet
 from pagoda.integrations.states import numbered
 from pagoda.memory.identity import STATE, partial
 from pagoda.memory.sizes import format_bytes
+from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_all, from_first
 from pagoda.optimizer import PagedOptimizer
+from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
 
 _BEGUN = "checkpoint-is-incomplete.txt"
 """What transformers writes before a checkpoint of `enable_jit_checkpoint`, and deletes after it, as a seal does."""
-_OF_FILES = "iostream error", "PytorchStreamWriter"
+_OF_FILES = "iostream error", "PytorchStreamWriter", "inline_container"
 """In errors of torch.save."""
 _log = logging.getLogger("pagoda")
 
@@ -59,6 +61,11 @@ class Checkpoints:
     A checkpoint is written to `.checkpoint-N.partial`, sealed, and renamed to `checkpoint-N`. Only then are older ones
     deleted, callbacks told (`on_save`), and files pushed to the Hub. The last two happen between steps.
     """
+
+    without = " (save_strategy='no' trains without checkpoints)"
+    """The end of the refusal for a disk without room."""
+    is_required = True
+    """Whether a disk without room for one checkpoint is refused."""
 
     def __init__(self, trainer: Any, optimizer: PagedOptimizer) -> None:
         self.optimizer = optimizer
@@ -151,10 +158,13 @@ class Checkpoints:
         """The older checkpoints that a new one replaces."""
         if self._mesh.everyone.rank:
             return []
-        run = now.staged.directory.parent
-        every = numbered(run, f"{PREFIX_CHECKPOINT_DIR}-")
-        by_age = [path for path in map(Path, sort_checkpoints(str(run), use_mtime=True)) if path in every]
+        by_age = self._by_age(now.staged.directory.parent)
         return removable(self._outdated([path for path in by_age if path != now.staged.directory], now))
+
+    def _by_age(self, run: Path) -> list[Path]:
+        """The checkpoints in a directory, the oldest first. The trainer asks for the time of a directory."""
+        every = numbered(run, f"{PREFIX_CHECKPOINT_DIR}-")
+        return [path for path in map(Path, sort_checkpoints(str(run), use_mtime=True)) if path in every]
 
     def _outdated(self, older: list[Path], now: _Asked) -> list[Path]:
         """Those of the `older` checkpoints, by age, that are not kept. The trainer keeps the last ones and the best
@@ -266,11 +276,11 @@ class Checkpoints:
             limit, there = args.save_total_limit, len([*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*")])
             most = max(1, min(due, limit + 1 - there) if limit else due)
             place = next(path for path in (run, *run.parents) if path.is_dir())
-            message = DiskRoom(one=one, copied=copied, most=most).check(
+            message = DiskRoom(one=one, copied=copied, most=most, required=self.is_required).check(
                 f"The disk of output_dir {args.output_dir}",
                 shutil.disk_usage(place).free,
                 f"a checkpoint takes {format_bytes(one)}",
-                " (save_strategy='no' trains without checkpoints)",
+                self.without,
                 "save_total_limit",
             )
             if message is not None:
@@ -283,11 +293,9 @@ class Checkpoints:
         trainer = self._trainer
         plan = plan_of(trainer.model)
         self._console.print(plan_table(plan, None, explained=False))
-        endurance = endurance_of(trainer.paging.memory.ssd_directories, self._mesh.everyone.nodes)
-        written = sum(from_all(self._mesh, "the bytes written to SSD", bytes_written_to_ssd(plan)))
-        if endurance is not None and written:
-            steps = trainer.state.max_steps - trainer.state.global_step
-            say(self._console, f"SSD: {wear(written, steps, endurance)}")
+        steps = trainer.state.max_steps - trainer.state.global_step
+        _, worn = wear_of(plan, trainer.paging.memory.ssd_directories, steps, self._mesh)
+        say(self._console, *([worn] if worn else []))
 
     def explain(self, name: str) -> str:
         """The message after a signal."""
@@ -308,6 +316,16 @@ class Checkpoints:
 
     def _say(self, message: str) -> None:
         say(self._console, message) if self._mesh.everyone.rank == 0 else _log.warning("%s", message)
+
+
+def wear_of(plan: Plan, directories: Iterable[Path], steps: int, mesh: Mesh) -> tuple[float, str]:
+    """How much a run of so many steps wears the drives of these directories: the share of what they are rated for, and
+    a message, which is empty if it writes nothing to them. All ranks call this."""
+    endurance = endurance_of(directories, mesh.everyone.nodes)
+    written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan)))
+    if endurance is None or not written:
+        return 0.0, ""
+    return written * steps / endurance.value, f"SSD: {wear(written, steps, endurance)}"
 
 
 class SavingCallback(TrainerCallback):  # type: ignore[misc]

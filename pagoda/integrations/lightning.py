@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, ConfigError, UsageError
 from pagoda.integrations.paging import Paging, hand_over, optimizer_of
-from pagoda.integrations.states import LazyStateDict, Saves
+from pagoda.integrations.states import LazyStateDict, newest, saved
 from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
 from pagoda.prepare.construct import deferred_init
@@ -141,7 +141,8 @@ class _Strategy(_Base):  # type: ignore[misc]
             raise CheckpointError(
                 f"{directory} is a file, and a checkpoint in pages is a directory: save to another path."
             )
-        with Saves(directory).new(self.is_global_zero, self.broadcast, self.barrier) as save:
+        places = self.optimizer_in_pages._engine.ssd_directories
+        with saved(directory, places, self.is_global_zero, self.barrier) as save:
             yield save
             self.optimizer_in_pages.save_checkpoint(save / _STATE)
 
@@ -286,7 +287,7 @@ class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[mi
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's part of a checkpoint. Raises CheckpointError if no save in its directory is complete."""
         path = Path(checkpoint_path)
-        self._restored = Saves(path).newest() if path.is_dir() else None
+        self._restored = newest([path], self.is_global_zero, self.barrier) if path.is_dir() else None
         loaded: dict[str, Any] = super().load_checkpoint(
             path if self._restored is None else self._restored / _REST, weights_only
         )
@@ -389,7 +390,8 @@ class PagodaFabricStrategy(_Strategy, fabric.Strategy):  # type: ignore[misc]
         """Load a checkpoint that `save_checkpoint` wrote."""
         if not Path(path).is_dir() or not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only=weights_only)
-        save, rest = Saves(Path(path)).newest(), {**self._rest(state), _HAS_STATE: True}
+        save = newest([Path(path)], self.is_global_zero, self.barrier)
+        rest = {**self._rest(state), _HAS_STATE: True}
         remainder = super().load_checkpoint(save / _REST, rest, strict, weights_only=weights_only)
         self.optimizer_in_pages.load_checkpoint(save / _STATE)
         del rest[_HAS_STATE]

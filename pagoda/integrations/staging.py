@@ -11,7 +11,7 @@ from pagoda.checkpoint.paged import with_ranks
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.integrations import seals
 from pagoda.memory.files import TEMPORARY, storage_errors, sync_directory
-from pagoda.memory.identity import STATE, partial, removed, unfinished
+from pagoda.memory.identity import MANIFEST, STATE, partial, removed, unfinished
 from pagoda.memory.lock import Lock
 
 
@@ -92,14 +92,15 @@ def removable(directories: Sequence[Path]) -> list[Path]:
 
 
 def delete(directory: Path, places: Sequence[str | Path]) -> None:
-    """Delete a directory of a framework, and free the pages of the checkpoint in it, which are in the SSD directories
+    """Delete a directory of a framework, and free the pages of the checkpoints in it, which are in the SSD directories
     `places`. It may be one that was begun, or not exist. One without a seal stays. Raises OSError and StorageError."""
     inner = directory / directory.name[1:].removesuffix(".partial")
     if directory.is_symlink() or not (_is_ours(directory) or _is_ours(inner)):
         return
     for place in (directory, inner):
-        with suppress(CheckpointError):  # it has no manifest, so no pages
-            Removable.of(place / STATE).retire()
+        for manifest in place.glob(f"*/{MANIFEST}"):  # without one, there are no pages
+            with suppress(CheckpointError):
+                Removable.of(manifest.parent).retire()
         remove_leftovers(place, with_ranks(places))
     shutil.rmtree(directory)
 
@@ -135,11 +136,12 @@ def delete_remains(run: Path, prefix: str, places: Sequence[str | Path]) -> None
     for path in run.glob(f".{prefix}*.partial"):
         with suppress(BlockingIOError):
             Lock(path).close()
-            _delete_quietly(path, places)
+            delete_quietly(path, places)
     for path in (*run.glob(f".{prefix}*.removed"), *filter(seals.is_begun, run.glob(f"{prefix}*"))):
-        _delete_quietly(path, places)
+        delete_quietly(path, places)
 
 
-def _delete_quietly(path: Path, places: Sequence[str | Path]) -> None:
+def delete_quietly(path: Path, places: Sequence[str | Path]) -> None:
+    """Delete a directory as `delete` does. If that fails, it stays."""
     with suppress(OSError, StorageError):
         delete(path, places)

@@ -13,80 +13,74 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.adapter import saved_by_peft
-from pagoda.checkpoint.directory import empty, remove
 from pagoda.checkpoint.export import ChangedModelError, export
 from pagoda.checkpoint.pretrained import INDEX, SINGLE, listed
-from pagoda.errors import CheckpointError, StorageError
+from pagoda.errors import CheckpointError
 from pagoda.integrations import seals
-from pagoda.memory.files import inside, storage_errors
-from pagoda.memory.identity import MANIFEST
+from pagoda.integrations.staging import Staged, delete_quietly, name_complete
+from pagoda.memory.identity import partial
 
-_NAME = "pagoda-"
+_NAME = "pagoda"
+"""The directory of a save, in the one that a framework names."""
 
 
-class Saves:
-    """Numbered saves in a directory that a framework saves to: `pagoda-1` and so on.
+@contextmanager
+def saved(directory: Path, places: Sequence[str | Path], is_main: bool, wait: Callable[[], Any]) -> Iterator[Path]:
+    """Yield a directory to fill with a framework's own files and Pagoda's checkpoints. After the block, it is sealed
+    and takes the place of the save that `directory` had. So a crash at any instant leaves a complete save.
 
-    Each has the framework's own files and Pagoda's checkpoints, under one seal. The new one is sealed before the old
-    one is deleted, so a crash at any instant leaves a complete save.
+    Every rank must call it. `places`: the SSD directories of the checkpoints. `wait` waits for all ranks. If the block
+    fails, what was written is deleted. Raises StorageError.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    @contextmanager
-    def new(self, is_main: bool, agree: Callable[[str], str], wait: Callable[[], Any]) -> Iterator[Path]:
-        """Yield the directory of a new save, which the block fills. After the block, seal it and delete older saves.
-
-        Every rank must call it. `agree` gives all ranks the main rank's text, and `wait` waits for all ranks. If the
-        block fails, the new save is deleted. Raises StorageError.
-        """
-        older = self._all()
-        number = int(older[-1].name[len(_NAME) :]) if older else 0
-        name = f"{_NAME}{number + 1}"
-        if is_main:
-            seals.begin(self._directory / name)
-        save = self._directory / agree(name)
-        try:
-            yield save
-            wait()
-            if is_main:
-                seals.seal(save)
-        except BaseException:
-            if is_main:
-                with suppress(CheckpointError, StorageError):
-                    _delete(save)
-            raise
-        if is_main:
-            _delete_all(older)
+    staged = Staged(directory / _NAME, places)
+    if is_main:
+        staged.create()
+    wait()
+    try:
+        yield staged.path
         wait()
+        if is_main:
+            staged.complete()
+            delete_quietly(staged.replaced, places)
+    except BaseException:
+        if is_main:
+            delete_quietly(partial(staged.directory), places)
+        raise
+    finally:
+        staged.close()
+    wait()
 
-    def delete(self) -> None:
-        """Delete all saves, and the directory if nothing else is in it."""
-        _delete_all(self._all())
-        with suppress(OSError):  # a file of the user has this name
-            self._directory.rmdir()
 
-    def newest(self) -> Path:
-        """The last complete save. Warns of later ones that are not complete or are damaged.
+def newest(directories: Sequence[Path], is_main: bool, wait: Callable[[], Any]) -> Path:
+    """The save in the last of these directories that has a complete one. Warns of each that is skipped. Every rank must
+    call it.
 
-        Raises CheckpointError if there is none.
-        """
-        for save in reversed(self._all()):
-            with _warned():
-                seals.check(save)
-                return save
-        raise CheckpointError(f"{self._directory} has no complete save of Pagoda's")
+    Raises CheckpointError if none has one.
+    """
+    for directory in directories if is_main else ():
+        name_complete(directory, _NAME)
+    wait()
+    for directory in reversed(directories):
+        try:
+            seals.check(directory / _NAME)
+            return directory / _NAME
+        except CheckpointError as error:
+            warnings.warn(f"{str(error).rstrip('.')}. It is skipped.", stacklevel=3)
+    raise CheckpointError(
+        f"There is no complete save in {', '.join(map(str, directories)) or 'the project directory'}."
+    )
 
-    def _all(self) -> list[Path]:
-        return numbered(self._directory, _NAME)
 
-    def complete(self) -> bool:
-        """Whether there is a complete save."""
-        with warnings.catch_warnings(action="ignore"), suppress(CheckpointError):
-            self.newest()
-            return True
-        return False
+def has_save(directory: Path) -> bool:
+    """Whether there is a save in a directory."""
+    return (directory / _NAME).exists()
+
+
+def delete_save(directory: Path, places: Sequence[str | Path]) -> None:
+    """Delete the save in a directory, and the directory if nothing else is in it."""
+    delete_quietly(directory / _NAME, places)
+    with suppress(OSError):  # a file of the user has this name
+        directory.rmdir()
 
 
 def numbered(directory: Path, prefix: str) -> list[Path]:
@@ -94,47 +88,6 @@ def numbered(directory: Path, prefix: str) -> list[Path]:
     paths = directory.glob(f"{prefix}*") if directory.is_dir() else ()
     found = {path: int(path.name[len(prefix) :]) for path in paths if path.name[len(prefix) :].isdecimal()}
     return sorted(found, key=lambda path: found[path])
-
-
-def newest(directories: Sequence[Path]) -> Path:
-    """The last complete save in the last of these directories that has one. Warns of each that is skipped.
-
-    Raises CheckpointError if none has one.
-    """
-    for directory in reversed(directories):
-        with _warned():
-            return Saves(directory).newest()
-    raise CheckpointError(
-        f"There is no complete save in {', '.join(map(str, directories)) or 'the project directory'}."
-    )
-
-
-@contextmanager
-def _warned() -> Iterator[None]:
-    """Turn a CheckpointError into a warning."""
-    try:
-        yield
-    except CheckpointError as error:
-        warnings.warn(f"{str(error).rstrip('.')}. It is skipped.", stacklevel=4)
-
-
-def _delete_all(saves: Sequence[Path]) -> None:
-    for save in saves:
-        with _warned():
-            _delete(save)
-
-
-def _delete(save: Path) -> None:
-    """Delete a save, and free the pages of its checkpoints. Raises CheckpointError if files in it are not part of the
-    save, and StorageError if it cannot be deleted."""
-    seals.check_removable(save)
-    seals.begin(save)
-    for manifest in save.glob(f"*/{MANIFEST}"):
-        remove(manifest.parent)
-    with storage_errors(f"{save} could not be deleted"):
-        with inside(save.parent, save.name) as descriptor:
-            empty(descriptor, last=seals.SEAL)
-        save.rmdir()
 
 
 @contextmanager

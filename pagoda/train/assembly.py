@@ -1,9 +1,7 @@
 """Assembles transformers' trainer for `pagoda train`. Every input is checked before the first step."""
 
 import random
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
@@ -12,40 +10,43 @@ from rich.console import Console
 from torch import nn
 
 from pagoda.api import plan_of, wrap
+from pagoda.config.reading import names_of
+from pagoda.config.run import PACKAGES, needs_package
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.console import lasting, say
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, check_installed
 from pagoda.forecast.report import plan_table
-from pagoda.forecast.wear import endurance_of, wear
+from pagoda.integrations.checkpoints import wear_of
+from pagoda.memory.ssd.lock import lock_directories
 from pagoda.mesh.mesh import Mesh, open_mesh
-from pagoda.mesh.sharing import from_all, from_first
+from pagoda.mesh.sharing import from_first
 from pagoda.mesh.world import was_restarted
 from pagoda.models.build import build_model
 from pagoda.models.divisions import divide
 from pagoda.models.hub import download, is_hub_name
+from pagoda.models.lora import NO_PEFT
 from pagoda.models.stages import to_stage
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.optim.rule import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.combinations import check_features
 from pagoda.plan.options import Options
-from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.prepare.construct import deferred_init
 from pagoda.prepare.sequence_parallel import check_division, divide_sequences
+from pagoda.simulate.hardware import hardware_file
 from pagoda.train.callbacks import RunCallback, TrainResult
-from pagoda.train.choice import ChosenPlan, choose_plan, precision_hint
+from pagoda.train.choice import choose_plan
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
-from pagoda.train.early import refuse_early
 from pagoda.train.evaluate import Evaluator
 from pagoda.train.inputs import batches_of, example, keep_apart, opened_tokens
 from pagoda.train.model import check_weights, ready
 from pagoda.train.passes import Passes
 from pagoda.train.progress import Progress, expected
 from pagoda.train.resume import Beginning, begin
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import RunDir, check_not_in_use
+from pagoda.train.sources import check_exists
 from pagoda.train.tokens import DataSets
-from pagoda.train.trackers import Tracker
 from pagoda.train.trainer import RunTrainer
 
 _WORN = 0.01
@@ -70,12 +71,11 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     console = Console(quiet=True) if mesh.everyone.rank else console or Console()
     with ExitStack() as held:
         output = held.enter_context(lasting(console))
-        from_first(mesh, "the settings", lambda: refuse_early(config, mesh.everyone.size, was_restarted()))
+        from_first(mesh, "the settings", lambda: _check_places(config, mesh.everyone.size, was_restarted()))
         _check_optimizer(config)
         if config.download:
             from_first(mesh, "the download of the model", lambda: _download(config.model))
         check_weights(config)
-        trackers = [Tracker(name, mesh, console) for name in dict.fromkeys(config.report_to)]
         data = DataSets(config, console)
         config = completed(config, data, mesh, console)
         assert config.output_dir is not None, "it is chosen now"
@@ -87,26 +87,17 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
             done = f"The run in {run_dir.path} has finished: {beginning.done:,} steps are done"
             say(console, f"{done}, and --max-steps is {config.max_steps:,}. Give a larger --max-steps to continue it.")
             return None
-        return _run(config, data, trackers, run_dir, beginning, mesh, console)
+        return _run(config, data, run_dir, beginning, mesh, console)
 
 
 def _run(
-    config: TrainConfig,
-    data: DataSets,
-    trackers: list[Tracker],
-    run_dir: RunDir,
-    beginning: Beginning,
-    mesh: Mesh,
-    console: Console,
+    config: TrainConfig, data: DataSets, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console
 ) -> TrainResult:
     """Build what a run needs, then run it."""
     assert config.data is not None, "it is chosen now"
     checkpoint = beginning.checkpoint
-    _check_traced_step(config, beginning.done)
     rule = config.build_rule(config.seed, config.optim)
     tokens = opened_tokens(config.data, config.dataset_train_split, data, mesh, console)
-    if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
-        say(console, hint)
     plan = choose_plan(config, console, mesh)
     chosen = plan.config
     _seed_all(config.seed)
@@ -136,22 +127,22 @@ def _run(
             say(console, *example(batches.rows, data.tokenizer))
         step_s = plan.predicted["step_s"] if plan.predicted else None
         say(console, expected(batches, config.max_steps, beginning.done, step_s, evaluated is not None))
-        plan = _with_wear(config, plan, model, beginning.done, mesh, console)
-        trainer = RunTrainer(config, passes, batches, run_dir, beginning.done, mesh, console)
+        steps = config.max_steps - beginning.done
+        share, worn = wear_of(plan_of(model), config.memory.ssd_directories, steps, mesh)
+        say(console, *([worn] if worn and (config.verbose or share >= _WORN) else []))
+        plan = replace(plan, reasons=(*plan.reasons, *([f"{worn}."] if worn else [])))
         evaluator = None
         if evaluated is not None:
             evaluator = Evaluator(evaluated, data.tokenizer, mesh, config.sequence_parallel)
+        trainer = RunTrainer(config, passes, batches, evaluator, run_dir, beginning.done, mesh, console)
         progress = Progress(console, config.max_steps, beginning.done)
-        callback = RunCallback(trainer, evaluator, data.tokenizer, plan, beginning.later, progress)
-        for tracker in trackers:
-            tracker.folder = run_dir.tensorboard, beginning.done + 1
-            trainer.add_callback(tracker)
+        callback = RunCallback(trainer, data.tokenizer, plan, beginning, progress)
         trainer.add_callback(callback)
         # Initialisation draws random numbers in an order that may depend on the memory split. Dropout must not depend
         # on it. Ranks with other batches, layers or parts of sequences drop other elements.
         part = mesh.pipeline_stage or mesh.rank % config.sequence_parallel
         _seed_all(config.seed + part * batches.ranks + batches.rank)
-        with _nothing_left(run_dir, callback), closing(callback), progress:
+        with closing(callback):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.path))
         return callback.result()
     finally:
@@ -159,8 +150,7 @@ def _run(
 
 
 def _wrapped(config: TrainConfig, built: nn.Module, rule: Rule, mesh: Mesh) -> tuple[nn.Module, PagedOptimizer]:
-    # The last checkpoints and the best one.
-    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.save_total_limit + (config.evaluates and config.keep_best)
+    kept = config.kept_on_ssd(mesh.everyone.nodes) and config.most_checkpoints
     matrices_only = config.weight_decay_on == "matrices"
     return wrap(
         built,
@@ -177,38 +167,37 @@ def _wrapped(config: TrainConfig, built: nn.Module, rule: Rule, mesh: Mesh) -> t
     )
 
 
-def _with_wear(
-    config: TrainConfig, plan: ChosenPlan, model: nn.Module, done: int, mesh: Mesh, console: Console
-) -> ChosenPlan:
-    """The plan with how much the run wears its drive. Prints that if it is much."""
-    endurance = endurance_of(config.memory.ssd_directories, mesh.everyone.nodes)
-    written = sum(from_all(mesh, "the bytes written to SSD", bytes_written_to_ssd(plan_of(model))))
-    if endurance is None or not written:
-        return plan
-    steps = config.max_steps - done
-    worn = f"SSD: {wear(written, steps, endurance)}"
-    if config.verbose or written * steps >= _WORN * endurance.value:
-        say(console, worn)
-    return replace(plan, reasons=(*plan.reasons, f"{worn}."))
-
-
-@contextmanager
-def _nothing_left(run_dir: RunDir, callback: RunCallback) -> Iterator[None]:
-    """Delete what a run has written before its first step if that fails: a tracker's files."""
-    had = run_dir.tensorboard.exists()
-    try:
-        yield
-    except BaseException:
-        if not had and not callback.has_written:
-            shutil.rmtree(run_dir.tensorboard, ignore_errors=True)
-        raise
-
-
 def _seed_all(seed: int) -> None:
     """Seed every random generator that a model may use."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def _check_places(config: TrainConfig, ranks: int, again: bool) -> None:
+    """Raises ConfigError, CheckpointError or StorageError if a package is not installed, or if a directory or data
+    cannot be used. Writes nothing. `again`: torchrun has restarted the run."""
+    if (bits := config.quantized_format) is not None:
+        check_installed(PACKAGES[bits], needs_package(bits))
+    if config.lora_r is not None:
+        check_installed("peft", NO_PEFT)
+    for tracker in config.report_to:
+        module = {"azure_ml": "azureml", "flyte": "flytekit"}.get(tracker, str(tracker))
+        check_installed(module, f"--report-to {tracker} needs {module}: pip install {module}")
+    if config.plan == "search" and not hardware_file().exists():
+        raise ConfigError("--plan search needs a machine that was measured: run `pagoda calibrate --ssd DIR` first")
+    places = list(config.memory.ssd_directories)
+    if ranks > 1:  # each rank has a directory in each, which may not be there yet
+        places = [path / "rank-0" for path in places if (path / "rank-0").exists() or not path.is_dir()]
+    lock_directories(places).close()
+    if config.output_dir is not None:
+        run_dir = RunDir(config.output_dir)
+        run_dir.check_place()
+        check_not_in_use(run_dir.path)
+        if not (config.resume_from_checkpoint or again):
+            run_dir.check_free()
+    for name in (*names_of(config.data or ()), *names_of(config.eval_data or ())):
+        check_exists(name)
 
 
 def _check_optimizer(config: TrainConfig) -> None:
@@ -250,11 +239,3 @@ def _download(name: str) -> None:
     if not is_hub_name(name):
         raise ConfigError(f"--download is for a model of the Hugging Face Hub, ORG/NAME, and --model is {name!r}")
     download(name)
-
-
-def _check_traced_step(config: TrainConfig, done: int) -> None:
-    if config.trace is not None and config.max_steps - done < config.trace_step:
-        raise ConfigError(
-            f"--trace-step is {config.trace_step}, but this command runs {config.max_steps - done} steps:"
-            " give more --max-steps, or a smaller --trace-step"
-        )

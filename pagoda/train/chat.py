@@ -13,12 +13,12 @@ the next message takes its place, or at the end of the conversation the end-of-s
 """
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,7 @@ from pagoda.train.records import Document, Message, is_empty
 from pagoda.train.seen import Seen
 
 _ASSISTANT = "assistant"
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names under which transformers gives a template what an assistant thinks."""
+_MARKER = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 _REWRITTEN = (
     "Not counted: {count:,} turns of assistants, which the chat template writes differently once others follow. To "
     "train them, split conversations so that each ends with such a turn, or put generation markers into "
@@ -63,14 +62,16 @@ class _Chat:
 
     where: str
     messages: list[Message]
-    tools: list[Any] | None
+    tools: list[Any] | None = None
 
-    def with_content(self, index: int, content: str) -> list[Message]:
-        """The messages, with other content in one of them."""
+    def first(self, count: int) -> "_Chat":
+        """Its first messages alone."""
+        return replace(self, messages=self.messages[:count])
+
+    def with_content(self, index: int, content: str) -> "_Chat":
+        """The conversation, with other content in one of its messages."""
         message = {**self.messages[index], "content": content}
-        if isinstance(self.messages[index]["content"], list):
-            message = _with_parts(message)
-        return [*self.messages[:index], message, *self.messages[index + 1 :]]
+        return replace(self, messages=[*self.messages[:index], message, *self.messages[index + 1 :]])
 
 
 class ChatTemplate:
@@ -83,30 +84,28 @@ class ChatTemplate:
         self._template: str | None = None
         """The template of conversations, once it is chosen."""
         self._marked = False
-        """Whether the template has generation markers."""
-        self._ways: dict[Any, Callable[[Message], Message]] = {}
-        """Form of a conversation -> the function that prepares its messages for the template."""
+        """Whether it has generation markers."""
         self._uses: dict[tuple[str, str], bool] = {}
-        """Role and key of messages -> whether the template uses it."""
+        """Role and key of messages, or "" and "tools" -> whether the template uses it."""
         self._added = tokenizer.added_tokens_decoder
         self._ends = {*tokenizer.all_special_ids, *(id_ for id_, token in self._added.items() if token.special)}
         """Ids of the tokens that end a turn."""
 
     def encode(self, document: Document, seen: Seen) -> npt.NDArray[np.int32]:
         """A conversation's tokens, int32 [N]: id for tokens that an assistant has written, ~id for all others. `seen`
-        gets the keys of messages that the template does not use, and remarks.
+        gets what the template does not use, and remarks.
 
-        Raises ConfigError if there is no template, or if the template refuses the conversation, leaves out a part of it
+        Raises ConfigError if there is no template, or if the template refuses the conversation, leaves out what is said
         or does not show who wrote what.
         """
-        if self._template is None:
-            self._choose(document.where)
-        chat = self._as_written(document)
+        self._choose(document.where)
+        messages = [{k: v for k, v in _with_objects(m).items() if k != "train"} for m in document.messages]
+        chat = _Chat(document.where, messages, list(document.tools) or None)
         seen.ignored.update(sorted(self._unused(chat)))
         trained = [m["role"] == _ASSISTANT and m.get("train", True) for m in document.messages]
-        text, marked = self._render(chat, chat.messages)
+        text, marked = self._render(chat)
         if self._marked:
-            spans: Iterable[Span] = self._marked_turns(chat, trained, text, marked)
+            spans: Iterable[Span] = self._marked_turns(chat, trained, marked)
         else:
             spans = self._turns(chat, trained, text, seen.remarks)
         return self._tokens(document.where, text, spans, seen.remarks)
@@ -116,9 +115,8 @@ class ChatTemplate:
 
         Raises ConfigError if there is no template, or if it refuses the conversation.
         """
-        if self._template is None:
-            self._choose("the prompt")
-        text, _ = self._render(_Chat("the prompt", messages, None), messages, prompt=True)
+        self._choose("the prompt")
+        text, _ = self._render(_Chat("the prompt", messages), prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -127,10 +125,8 @@ class ChatTemplate:
         message. Empty if there are none."""
         if not self._own:
             return set()
-        turns = enumerate(("user", _ASSISTANT, "user"))
-        messages: list[Message] = [{"role": role, "content": _stand_in(number)} for number, role in turns]
         try:
-            texts = [self._render(_Chat("", messages, None), messages[:count])[0] for count in (2, 3)]
+            texts = [self._render(_PROBE.first(count))[0] for count in (2, 3)]
         except ConfigError:
             return set()
         for text, most in zip(texts, (None, 1), strict=True):
@@ -141,14 +137,16 @@ class ChatTemplate:
         return set()
 
     def _choose(self, where: str) -> None:
-        """Decide which template to use."""
+        """Decide which template to use, and how, unless that is decided."""
+        if self._template is not None:
+            return
         if not self._own:
             raise ConfigError(
                 f"{where} is a conversation, and the tokenizer has no chat template: put a chat_template.jinja next "
                 "to it (that of the model's instruct version), or give plain text"
             )
         self._ends |= self.ends()
-        marked = _has_markers(where, self._own)
+        marked = _MARKER.search(self._own) is not None
         variant = None if marked else self._variant()
         self._template, self._marked = variant or self._own, marked or variant is not None
 
@@ -164,22 +162,27 @@ class ChatTemplate:
             return None
         return variant
 
-    def _render(self, chat: _Chat, messages: list[Message], prompt: bool = False) -> tuple[str, list[Span]]:
-        """What the template writes, and which parts of it are between generation markers. Without a generation prompt
-        that was not asked for."""
-        text, marked = self._written(chat, messages, prompt)
-        return (text if prompt or self._marked else text.removesuffix(self._unasked)), marked
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether the template takes content as a list of parts, as some models for images and text do."""
+
+        def writes(in_parts: bool) -> bool:
+            try:
+                text, _ = self._written(_PROBE.first(2), False, in_parts)
+            except ConfigError:  # the first conversation shows what is wrong
+                return False
+            return _stand_in(0) in text and _stand_in(1) in text
+
+        return not writes(False) and writes(True)
 
     @cached_property
     def _unasked(self) -> str:
         """The generation prompt that the template writes after every conversation, as that of the first Llama 3 does.
         Empty if it writes one only where it is asked for."""
-        user, assistant = ({"role": role, "content": _stand_in(at)} for at, role in enumerate(("user", _ASSISTANT)))
-        chat = _Chat("", [user], None)
         try:
             plain, asked, whole = (
-                self._written(chat, messages, prompt)[0]
-                for messages, prompt in (([user], False), ([user], True), ([user, assistant], False))
+                self._written(_PROBE.first(count), prompt, self._in_parts)[0]
+                for count, prompt in ((1, False), (1, True), (2, False))
             )
             before, _, after = whole.partition(_stand_in(1))
             found = self._tokenizer(after, add_special_tokens=False, return_offsets_mapping=True)
@@ -193,10 +196,19 @@ class ChatTemplate:
         rest = after[end:].lstrip()
         return rest if plain.endswith(rest) else ""
 
-    def _written(self, chat: _Chat, messages: list[Message], prompt: bool) -> tuple[str, list[Span]]:
-        """What the template writes, and which parts of it are between generation markers."""
+    def _render(self, chat: _Chat, prompt: bool = False) -> tuple[str, list[Span]]:
+        """What the template writes, and which parts of it are between generation markers. Without a generation prompt
+        that was not asked for."""
+        text, marked = self._written(chat, prompt, self._in_parts)
+        return (text if prompt or self._marked else text.removesuffix(self._unasked)), marked
+
+    def _written(self, chat: _Chat, prompt: bool, in_parts: bool) -> tuple[str, list[Span]]:
+        """All that the template writes, and which parts of it are between generation markers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        messages = chat.messages
+        if in_parts:
+            messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
         try:
             texts, marked = render_jinja_template(
                 [messages],
@@ -210,91 +222,30 @@ class ChatTemplate:
             raise ConfigError(f"{chat.where}: the tokenizer's chat template refuses this: {error}") from error
         return texts[0], marked[0] if self._marked else []
 
-    def _as_written(self, document: Document) -> _Chat:
-        """The conversation in the first of three forms in which the template writes all of it: with the arguments of
-        tool calls as objects, as they were read, or with content as a list of parts.
-
-        Raises ConfigError if it writes none of them.
-        """
-        messages = [{name: part for name, part in m.items() if name != "train"} for m in document.messages]
-        tools = list(document.tools) or None
-        form = bool(tools), *((m["role"], *(n for n in m if m[n]), len(m.get("tool_calls", ()))) for m in messages)
-        chat = _Chat(document.where, messages, tools)
-        if form not in self._ways:
-            self._ways[form] = self._way(chat)
-        return _Chat(document.where, [self._ways[form](message) for message in messages], tools)
-
-    def _way(self, chat: _Chat) -> Callable[[Message], Message]:
-        """How to prepare the messages of a conversation. Raises as `_as_written`."""
-        problems: list[tuple[int, ConfigError]] = []
-        for way in (_with_objects, _as_read, _with_parts):
-            try:
-                left_out = self._left_out(chat, way)
-            except ConfigError as error:
-                problems.append((len(chat.messages), error))
-                continue
-            if not left_out:
-                return way
-            problem = ConfigError(
-                f"{chat.where}: the tokenizer's chat template leaves out {left_out[0]}: leave it out of the data, "
-                "or put a chat_template.jinja that writes it next to the tokenizer"
-            )
-            problems.append((len(left_out), problem))
-        raise min(problems, key=lambda problem: problem[0])[1]
-
     def _unused(self, chat: _Chat) -> set[str]:
-        """Keys of messages without which the template writes the same. The first conversation with messages of this
-        role and key shows it for all."""
+        """Keys of messages, and tools, without which the template writes the same. The first conversation that has one
+        shows it for all."""
         always = ("role", "content")
-        pairs = {(m["role"], k) for m in chat.messages for k in m if k not in always and not is_empty(m[k])}
-        for role, key in pairs - self._uses.keys():
-            without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in chat.messages]
+        given = {(m["role"], k) for m in chat.messages for k in m if k not in always and not is_empty(m[k])}
+        given |= {("", "tools")} if chat.tools else set()
+        for role, key in given - self._uses.keys():
+            messages = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in chat.messages]
+            without = _Chat(chat.where, messages, chat.tools if role else None)
             try:
-                self._uses[role, key] = self._render(chat, without) != self._render(chat, chat.messages)
+                self._uses[role, key] = self._render(without) != self._render(chat)
             except ConfigError:
                 self._uses[role, key] = True
-        return {f"messages[].{key} (of role {role})" for role, key in pairs if not self._uses[role, key]}
+        unused = [pair for pair in given if not self._uses[pair]]
+        return {f"messages[].{key} (of role {role})" if role else key for role, key in unused}
 
-    def _left_out(self, chat: _Chat, way: Callable[[Message], Message]) -> list[str]:
-        """The parts of a conversation that the template does not write."""
-        replaced: list[Message] = []
-        parts: dict[str, str] = {}
-        for index, message in enumerate(chat.messages):
-            # Templates leave out the reasoning of earlier turns, which the model does not see again.
-            thoughts = [name for name in _REASONING if message.get(name)] if message is chat.messages[-1] else []
-            message = {**message}
-            for name in ("content", *thoughts[:1]):
-                if message.get(name):
-                    message[name] = _stand_in(len(parts))
-                    parts[message[name]] = f"messages[{index}].{name}, of role {message['role']!r}"
-            if calls := message.get("tool_calls"):
-                names = [_stand_in(len(parts) + at) for at in range(len(calls))]
-                message["tool_calls"] = [_renamed(call, name) for call, name in zip(calls, names, strict=True)]
-                parts |= dict.fromkeys(names, f"messages[{index}].tool_calls")
-            replaced.append(way(message))
-        text, _ = self._render(chat, replaced)
-        left_out = [part for name, part in parts.items() if name not in text]
-        if chat.tools and text == self._render(_Chat(chat.where, [], None), replaced)[0]:
-            left_out.append("the tools")
-        return left_out
-
-    def _marked_turns(self, chat: _Chat, trained: list[bool], text: str, marked: list[Span]) -> list[Span]:
+    def _marked_turns(self, chat: _Chat, trained: list[bool], marked: list[Span]) -> list[Span]:
         """What is between generation markers, without the messages that are not to be trained."""
-        for index, message in enumerate(chat.messages):
-            if message["role"] != _ASSISTANT or trained[index]:
-                continue
-            before = self._render(chat, chat.messages[:index])[0] if index else ""
-            until = self._render(chat, chat.messages[: index + 1])[0]
-            start, stop = len(before), len(until) - 1
-            if not (text.startswith(before) and text.startswith(until)):
-                _, found, after = self._around(chat, index, len(chat.messages))
-                if not (found and text.endswith(after)):
-                    raise self._unclear(chat, index)
-                start = stop = len(text) - len(after)
-            if message["content"] and not any(first <= stop and last >= start for first, last in marked):
-                raise self._unclear(chat, index)
-            marked = [(first, last) for first, last in marked if first > stop or last < start]
-        return marked if any(trained) else []
+        assistants = [index for index, message in enumerate(chat.messages) if message["role"] == _ASSISTANT]
+        if all(trained[index] for index in assistants):
+            return marked
+        if len(marked) != len(assistants):
+            raise self._unclear(chat, next(index for index in assistants if not trained[index]))
+        return [span for span, index in zip(marked, assistants, strict=True) if trained[index]]
 
     def _turns(self, chat: _Chat, trained: list[bool], text: str, remarks: Counter[str]) -> Iterator[Span]:
         """What the assistants write whose messages are to be trained."""
@@ -302,7 +253,7 @@ class ChatTemplate:
             if not wanted:
                 continue
             last = index == len(chat.messages) - 1
-            alone = text if last else self._render(chat, chat.messages[: index + 1])[0]
+            alone = text if last else self._render(chat.first(index + 1))[0]
             start = self._start(chat, index, alone)
             if text.startswith(alone):
                 yield start, len(alone)
@@ -316,7 +267,7 @@ class ChatTemplate:
         at its content if the template writes no such prompt."""
         if index:
             try:
-                before = self._render(chat, chat.messages[:index], prompt=True)[0]
+                before = self._render(chat.first(index), prompt=True)[0]
             except ConfigError:  # the template may refuse a beginning
                 before = alone + "."
             if alone.startswith(before):
@@ -344,7 +295,7 @@ class ChatTemplate:
     def _around(self, chat: _Chat, index: int, count: int) -> tuple[str, str, str]:
         """What the template writes before the content of a message, the stand-in for the content, and what it writes
         after it, given the first `count` messages. The stand-in is empty unless the template writes it exactly once."""
-        text, _ = self._render(chat, chat.with_content(index, _stand_in(0))[:count])
+        text, _ = self._render(chat.with_content(index, _stand_in(0)).first(count))
         return text.partition(_stand_in(0)) if text.count(_stand_in(0)) == 1 else (text, "", "")
 
     def _unclear(self, chat: _Chat, index: int) -> ConfigError:
@@ -390,17 +341,6 @@ class ChatTemplate:
         return np.where(counted, ids, np.invert(ids)).astype(np.int32)
 
 
-def _has_markers(where: str, template: str) -> bool:
-    """Whether a template has generation markers, in any spacing."""
-    from jinja2 import Environment, TemplateSyntaxError
-
-    try:
-        parts = [(kind, value) for _, kind, value in Environment().lex(template) if kind != "whitespace"]
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"{where}: the tokenizer's chat template is not valid Jinja: {error}") from error
-    return any(before[0] == "block_begin" and value == "generation" for before, (_, value) in pairwise(parts))
-
-
 def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many elements at the beginning are equal."""
     differing = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
@@ -412,22 +352,12 @@ def _stand_in(number: int) -> str:
     return f"pagodastandin{number}x"
 
 
-def _renamed(call: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The call with another function name."""
-    return {**call, "function": {**call["function"], "name": name}} if "function" in call else {**call, "name": name}
-
-
-def _as_read(message: Message) -> Message:
-    return message
-
-
-def _with_parts(message: Message) -> Message:
-    """Content as a list of parts, as some models for images and text expect it."""
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+_PROBE = _Chat("", [{"role": role, "content": _stand_in(at)} for at, role in enumerate(("user", _ASSISTANT, "user"))])
+"""A conversation that shows what a template does."""
 
 
 def _with_objects(message: Message) -> Message:
-    """The arguments of tool calls as objects, which most templates expect and turn into JSON themselves."""
+    """The arguments of tool calls as objects, which templates expect and turn into JSON themselves."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)

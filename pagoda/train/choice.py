@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 
 from pagoda.budgets import compute_device
-from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.config.run import Run
 from pagoda.console import say
 from pagoda.errors import ConfigError
@@ -32,19 +31,6 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
         return config.chunked_loss
     sizes = config.tile_tokens, config.piece_tokens, config.tokens, config.itemsize
     return chunking_helps(widths(model.config.get_text_config()), *sizes, recomputes(config.activations))
-
-
-def precision_hint(config: TrainConfig) -> str | None:
-    """A line for a run in 16 bits on a CPU that has no fast instructions for them."""
-    if config.precision == "fp32" or compute_device(config.memory).type != "cpu":
-        return None
-    slowdown = cpu_slowdown(torch.bfloat16 if config.precision == "bf16" else torch.float16)
-    if slowdown < FAR_SLOWER:
-        return None
-    return (
-        f"Precision: this CPU multiplies {config.precision} matrices {slowdown:.0f} times slower than fp32 ones. "
-        "--precision fp32 is faster; its weights and gradients take twice the bytes in transfers."
-    )
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _FREE_ON_RESUME = frozenset(
     {"zero_stage", "replicas", "expert_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel"}
     | {"save_steps", "save_minutes", "save_total_limit", "save_at_end", "max_steps", "output_dir"}
-    | {"resume_from_checkpoint", "plan", "trace", "trace_step", "download", "data", "tokenizer", "cache", "eval_data"}
+    | {"resume_from_checkpoint", "plan", "trace", "download", "data", "tokenizer", "cache", "eval_data"}
     | {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_revision", "dataset_streaming"}
     | {"eval_steps", "max_eval_samples", "early_stopping_patience", "keep_best"}
-    | {"sample_every", "prompt", "sample_tokens", "report_to"}
+    | {"report_to"}
     | {"tokens_per_step", "num_train_epochs", "verbose", "config", "speculate"}
     | {"per_device_train_batch_size", "gradient_accumulation_steps"}
 )
@@ -144,13 +144,7 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     early_stopping_patience: int = 0
     """Stop after that many evaluations in a row that were not better than the best one. 0: never."""
     keep_best: bool = True
-    """Keep the checkpoint with the lowest evaluation loss, in addition to the last ones."""
-    sample_every: int = 0
-    """Steps from one sample of what the model writes to the next. 0: show none."""
-    prompt: str = "The"
-    """Text that samples continue, or for conversations, what the user says."""
-    sample_tokens: int = 48
-    """Most tokens in a sample."""
+    """Save and keep a checkpoint with the lowest evaluation loss. It is one of --save-total-limit."""
     per_device_train_batch_size: int = 0
     """Sequences per forward pass, on each rank. 0: as many as memory has room for, up to --tokens-per-step."""
     tokens_per_step: int | None = None
@@ -179,14 +173,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     """Print the reasons for the plan, too. They are in plan.json and in the report as well."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
-    trace_step: int = 3
-    """The step to record, for `pagoda report` and --trace, counted from the first that this command runs. The third is
-    the first in steady state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("trace_step", "sample_tokens"):
-            require_count(name, getattr(self, name), 1)
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
         for name in (
@@ -195,7 +184,6 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
             "eval_steps",
             "max_eval_samples",
             "early_stopping_patience",
-            "sample_every",
         ):
             require_count(name, getattr(self, name), 0)
         require(self.max_steps < _MOST_STEPS, "max_steps", self.max_steps, f"below {_MOST_STEPS}")
@@ -219,12 +207,6 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora-r")
         if self.pipeline_parallel > 1 and self.plan == "search":
             raise ConfigError("--plan search is for whole models: leave it out with --pipeline-parallel")
-        for name, whole in (("pipeline_parallel", "model"), ("sequence_parallel", "sequence")):
-            if getattr(self, name) > 1 and self.sample_every:
-                raise ConfigError(
-                    f"--sample-every needs a whole {whole}: leave it out with {flag(name)}, and see what a checkpoint "
-                    "writes with `pagoda generate`"
-                )
 
     @property
     def depends_on_data(self) -> bool:
@@ -235,6 +217,11 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     def evaluates(self) -> bool:
         """Whether the run has data to evaluate on."""
         return self.eval_data is not None or bool(self.eval_share)
+
+    @property
+    def most_checkpoints(self) -> int:
+        """Number of checkpoints to keep: with evaluations at least two, the last one and the best one. 0: all."""
+        return max(self.save_total_limit, 2) if self.save_total_limit and self.evaluates else self.save_total_limit
 
     @property
     def evaluates_every(self) -> int:

@@ -1,7 +1,6 @@
 """Generates text with a model, whose weights may be in pages."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +9,8 @@ from torch import nn
 from pagoda.config.commands import TEMPERATURE
 from pagoda.errors import ConfigError
 from pagoda.prepare.lookups import device_of
-from pagoda.train.metrics import Entry
 from pagoda.train.records import Message
 from pagoda.train.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample(Entry):
-    """What a model writes during its training. Its fields are the keys of a line of `samples.jsonl`."""
-
-    prompt: str
-    greedy: str
-    """With the most likely tokens."""
-    drawn: str
-    """With sampled tokens."""
 
 
 def continued(

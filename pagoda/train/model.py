@@ -1,7 +1,6 @@
 """The model of a run before it is wrapped: its weights, its loss, its quantized layers and its adapters."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from torch import nn
@@ -12,7 +11,6 @@ from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.build import model_directory
-from pagoda.models.hub import is_hub_name
 from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.optim.rule import DTYPES
 from pagoda.prepare.deferred_logits import chunked_loss
@@ -52,13 +50,15 @@ def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files
 
 
 def check_weights(config: TrainConfig) -> None:
-    """Raises ConfigError if the model's directory lacks files of its weights, or has none to quantize."""
+    """Raises ConfigError if the model's directory has no weights to quantize, or lacks some of its weights' files."""
     directory = model_directory(config.model)
-    found = directory is not None and _downloaded(directory, is_hub_name(config.model))
-    if config.quantized_format is not None and not found:
+    files = [] if directory is None else weight_files(directory)
+    if config.quantized_format is not None and not files:
         raise ConfigError(
             f"--load-in-{config.quantized_format} is for pretrained weights, which {config.model!r} lacks: leave it out"
         )
+    if missing := [path.name for path in files if not path.exists()]:
+        raise ConfigError(f"{directory} lacks {len(missing)} of its {len(files)} files of weights ({missing[0]})")
 
 
 def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
@@ -74,21 +74,3 @@ def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> No
     found = attach_weights(model, directory)
     line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
     say(console, line, *found.warnings())
-
-
-def _downloaded(directory: Path, from_hub: bool) -> list[Path]:
-    """The weight files of a directory. Raises ConfigError if it seems to be an incomplete download. `from_hub`: it is
-    in the Hugging Face cache."""
-    files = weight_files(directory)
-    missing = [path.name for path in files if not path.exists()]
-    if missing:
-        raise ConfigError(
-            f"{directory} lacks {len(missing)} of its {len(files)} files of weights ({missing[0]}), as if its download "
-            "had been interrupted: run hf download again, which fetches what is missing"
-        )
-    if not files and (from_hub or (directory / ".cache" / "huggingface").is_dir()):
-        raise ConfigError(
-            f"{directory} was downloaded without weights: run hf download again (of a gated model, accept its terms "
-            "and run hf auth login first). To start from random weights, copy config.json alone to another directory"
-        )
-    return files

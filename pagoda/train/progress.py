@@ -1,20 +1,18 @@
-"""Messages and progress of a run: a live bar on a terminal, elsewhere a plain line every few steps."""
+"""What a run says of its progress."""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
 
 from pagoda.console import say
 from pagoda.memory.sizes import format_rate
-from pagoda.train.metrics import StepMetrics
+from pagoda.train.metrics import Line
 
 if TYPE_CHECKING:
     from pagoda.train.data import Batches
 
-_PLAIN_LINES = 10
-_PLAIN_EVERY = 10
+_LINES, _MOST_STEPS, _SLOW_S = 10, 10, 10.0
 
 
 def expected(batches: "Batches", steps: int, done: int, step_s: float | None, evaluates: bool) -> str:
@@ -32,43 +30,32 @@ def expected(batches: "Batches", steps: int, done: int, step_s: float | None, ev
     return f"Run: {steps - done:,} steps of {of}, {read}; {takes}"
 
 
-class Progress(Bar):
-    """Shows loss, tokens per second, stalls and time left after each step: a bar if the console is a terminal,
-    otherwise a line every few steps. `steps` is the last step of the run. `done` is the number of steps before it was
-    resumed."""
+class Progress:
+    """Prints loss, tokens per second, stalls and time left: after the first and the last step, after each step that
+    takes long, and after every few others."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
-        super().__init__(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("{task.fields[left]} left"),
-            console=console,
-            disable=not console.is_terminal,
-            expand=True,
+        """`steps` is the last step of the run. `done` is the number of steps before it was resumed."""
+        self._console, self._steps, self._done = console, steps, done
+        self._every = max(1, min((steps - done) // _LINES, _MOST_STEPS))
+
+    def show(self, line: Line, left_s: float) -> None:
+        """Show a finished step, from its line of metrics.jsonl, and the seconds that are left."""
+        step = line["step"]
+        if step % self._every and step not in (self._done + 1, self._steps) and line["step_s"] < _SLOW_S:
+            return
+        balance = "" if line["aux_loss"] is None else f"  balance {line['aux_loss']:.3f}"
+        say(
+            self._console,
+            f"step {step}/{self._steps}  loss {line['loss']:.4f}{balance}  {format_rate(line['tokens_per_s'])} "
+            f"tokens/s  {_stalls(line)}  {timedelta(seconds=round(left_s))} left",
         )
-        self._steps = steps
-        self._every = max(1, min((steps - done) // _PLAIN_LINES, _PLAIN_EVERY))
-        self._seen = 0
-        self._task = self.add_task("train", total=steps, completed=done, figures="", left="-:--:--")
-
-    def show(self, metrics: StepMetrics, left_s: float) -> None:
-        """Show one finished step, and the seconds that are left."""
-        self._seen += 1
-        balance = "" if metrics.aux_loss is None else f"balance {metrics.aux_loss:.3f}  "
-        figures = f"loss {metrics.loss:.4f}  {balance}{format_rate(metrics.tokens_per_s)} tokens/s  {_stalls(metrics)}"
-        left = timedelta(seconds=round(left_s))
-        if self.console.is_terminal:
-            self.update(self._task, completed=metrics.step, figures=figures, left=left)
-        elif self._seen == 1 or metrics.step % self._every == 0 or metrics.step == self._steps:
-            say(self.console, f"step {metrics.step}/{self._steps}  {figures}  {left} left")
 
 
-def _stalls(metrics: StepMetrics) -> str:
+def _stalls(line: Line) -> str:
     """The share of the step for which compute waited, and the lane for which it waited longest."""
-    waited_s = sum(metrics.stall_s.values())
-    if waited_s < 0.005 * metrics.step_s:
+    stall_s = line["stall_s"]
+    waited_s = sum(stall_s.values())
+    if waited_s < 0.005 * line["step_s"]:
         return "no stalls"
-    lane = max(metrics.stall_s, key=lambda name: metrics.stall_s[name])
-    return f"stalls {waited_s / metrics.step_s:.0%} ({lane})"
+    return f"stalls {waited_s / line['step_s']:.0%} ({max(stall_s, key=stall_s.__getitem__)})"

@@ -64,17 +64,27 @@ def read_row(row: Any, where: str, column: str | None, seen: Seen) -> Document |
     if not all(_is_trained(left.pop(name), f"it has the {name}") for name in weights):
         seen.leave_out(f"its {' and '.join(weights)} says so", where)
         return None
-    found = _read(left, row, column)
-    if found is None:
+    names = _columns(left, row, column)
+    if names is None:
         seen.leave_out("it is empty", where)
         return None
-    names, parts = found
+    value = left.pop(names[0])
+    if len(names) == 2:
+        parts = _pair(left, names[0], value, left.pop(names[1]))
+    elif isinstance(value, str) and names[0] not in _CONVERSATIONS:
+        if column is None and "role" in left:
+            raise ConfigError("a single message, where a record or a list of messages should be")
+        parts = {"text": value}
+    elif (turns := _listed(value)) is not None:
+        parts = _conversation(left, _messages(names[0], turns))
+    else:
+        raise ConfigError(f"{names[0]} is a {type(value).__name__}, not text. Name another with --dataset-text-field")
     try:  # JSON may have one half of a surrogate pair
         json.dumps(parts, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"not Unicode text: {error.object[error.start]!r} is half of a surrogate pair") from error
     document = Document(where, **parts)
-    seen.formats[names] += 1
+    seen.formats[" and ".join(names)] += 1
     seen.roles.update(message["role"] for message in document.messages)
     seen.ignored.update(left.keys())
     return document
@@ -91,69 +101,52 @@ def is_empty(value: Any) -> bool:
     return value is None or value in ("", "[]") or (isinstance(value, list | tuple | dict) and not value)
 
 
-def _read(left: dict[str, Any], row: Mapping[str, Any], column: str | None) -> tuple[str, dict[str, Any]] | None:
-    """The names of the columns that make a row's document, and its parts. None if these columns are empty. Takes what
-    it reads out of `left`."""
-    if column is not None and column not in row:
-        raise ConfigError(f"no column {column!r}; it has {_names(row)}. Correct --dataset-text-field")
-    lists = [name for name in _CONVERSATIONS if is_empty(row.get(name)) or _listed(row[name]) is not None]
-    names = [name for name in ([column] if column is not None else [*lists, *_TEXTS]) if name in row]
-    pairs = [pair for pair in _PAIRS.items() if column is None and {*pair} <= row.keys()]
-    if not names and not pairs:
-        known = f"is known to hold text or a conversation ({_KNOWN})"
-        raise ConfigError(f"none of its columns ({_names(row)}) {known}. Name the column with --dataset-text-field")
-    name = next((name for name in names if name in left), None)
-    pair = next((pair for pair in pairs if {*pair} <= left.keys()), None)
-    if name is None:
-        return None if pair is None else (" and ".join(pair), _pair(left, *pair))
-    value = left.pop(name)
-    turns = _listed(value) if name in _CONVERSATIONS or not isinstance(value, str) else None
-    if turns is not None:
-        return name, _conversation(left, _messages(name, turns))
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} is a {type(value).__name__}, not text. Name another with --dataset-text-field")
-    if column is None and "role" in left:
-        raise ConfigError(
-            "a single message, where a record or a list of messages should be: put the messages of a conversation "
-            f"into one record, or read {name} as texts with --dataset-text-field {name}"
-        )
-    return name, {"text": value}
+def _columns(left: Mapping[str, Any], row: Mapping[str, Any], column: str | None) -> tuple[str, ...] | None:
+    """The column, or the two columns, that make the document of a row, whose values that are not empty are `left`. None
+    if the ones that are known are empty. Raises ConfigError if none is known."""
+    if column is not None:
+        known: list[tuple[str, ...]] = [(column,)]
+    else:
+        lists = [name for name in _CONVERSATIONS if is_empty(row.get(name)) or _listed(row[name]) is not None]
+        known = [*((name,) for name in (*lists, *_TEXTS)), *_PAIRS.items()]
+    here = [names for names in known if {*names} <= row.keys()]
+    if not here:
+        columns = first([*map(str, row)], between=", ")
+        if column is not None:
+            raise ConfigError(f"no column {column!r}; it has {columns}. Correct --dataset-text-field")
+        why = f"none of its columns ({columns}) is known to hold text or a conversation ({_KNOWN})"
+        raise ConfigError(f"{why}. Name the column with --dataset-text-field")
+    return next((names for names in here if {*names} <= left.keys()), None)
 
 
-def _pair(left: dict[str, Any], asked: str, answered: str) -> dict[str, Any]:
+def _pair(left: dict[str, Any], asked: str, question: Any, answer: Any) -> dict[str, Any]:
     """A question with its answer. TRL's prompt and completion are texts, or lists of messages; of both, the loss counts
     the completion alone. All others are what a user and an assistant say."""
-    question, answer = left.pop(asked), left.pop(answered)
     before, after = _listed(question), _listed(answer)
     if asked == "prompt" and are_messages(before) and are_messages(after):
-        said = _messages(asked, before)
-        said = [{**message, "train": False} if message["role"] == "assistant" else message for message in said]
-        return _conversation(left, [*said, *_messages(answered, after)])
+        given = [{**m, "train": False} if m["role"] == "assistant" else m for m in _messages(asked, before)]
+        return _conversation(left, [*given, *_messages(_PAIRS[asked], after)])
     more = left.pop("input", "") if asked == "instruction" else ""
     history = _listed(left.pop("history", ())) if asked != "prompt" else []
     if history is None or any(not isinstance(turn, list | tuple) or len(turn) != 2 for turn in history):
-        raise ConfigError(f"history must be a list of pairs, each of {asked} and {answered}")
-    parts = [*chain(*history), question, more, answer]
-    if bad := [part for part in parts if not isinstance(part, str)]:
-        raise ConfigError(f"{asked} and {answered} have {short(bad[0])}, not text")
+        raise ConfigError("history must be a list of pairs of texts")
+    turns = [*chain(*history), question, more, answer]
+    if bad := [part for part in turns if not isinstance(part, str)]:
+        raise ConfigError(f"{asked} and {_PAIRS[asked]} have {short(bad[0])}, not text")
     if asked == "prompt":
         return {"prompt": question, "text": answer}
-    turns = [*parts[:-3], f"{question}\n\n{more}" if more else question, answer]
+    turns[-3:] = [f"{question}\n\n{more}" if more else question, answer]
     roles = ("user", "assistant")
     return _conversation(left, [{"role": roles[at % 2], "content": turn} for at, turn in enumerate(turns)])
 
 
 def _conversation(left: dict[str, Any], messages: list[Message]) -> dict[str, Any]:
     """A conversation, with the system prompt and the tools that its row may have."""
-    system, tools = left.pop("system", ""), _listed(left.pop("tools", ()))
-    if not isinstance(system, str):
-        raise ConfigError(f"system is a {type(system).__name__}, not text")
+    tools = _listed(left.pop("tools", ()))
     if tools is None:
         raise ConfigError("tools is not a list of tools, nor its JSON")
-    if system and messages[0]["role"] in ("system", "developer") and messages[0]["content"] != system:
-        raise ConfigError("it has a system message and another one in the column system: leave out one")
-    if system and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": system}, *messages]
+    if isinstance(left.get("system"), str) and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": left.pop("system")}, *messages]
     return {"messages": tuple(messages), "tools": tuple(tools)}
 
 
@@ -173,28 +166,17 @@ def _message(turn: Any, which: str) -> Message:
         raise ConfigError(f"{which} has no role: a message has role and content, or from and value")
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ConfigError(f"{which} has tool_calls that are not a list of objects with a function")
-    message["role"] = role = _ROLES.get(role.lower(), role)
-    message["content"] = _content(message.get("content", ""), which)
-    for name in (name for name in _WEIGHTS if name in message):
-        value = message.pop(name)
-        if not _is_trained(value, f"{which} has the {name}"):
-            message["train"] = False
-        elif value is True and role != "assistant":
-            why = f"the role {role!r}: the loss counts what assistants write. Leave {name} out"
-            raise ConfigError(f"{which} has the {name} True and {why}")
-    return message
+    weights = [_is_trained(message.pop(name), f"{which} has the {name}") for name in _WEIGHTS if name in message]
+    message |= {"role": _ROLES.get(role.lower(), role), "content": _content(message.get("content", ""), which)}
+    return message if all(weights) else {**message, "train": False}
 
 
 def _content(content: Any, which: str) -> str:
     """The text of a message. Parts of text are joined."""
     parts = content if isinstance(content, list | tuple) else [content]
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    for part, text in zip(parts, texts, strict=True):
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ConfigError(
-                f"{which} has content of type {kind}: only text can be trained on. Leave such messages out"
-            )
+    if any(not isinstance(text, str) for text in texts):
+        raise ConfigError(f"{which} has content that is no text: {short(content)}. Leave such messages out")
     return "".join(texts)
 
 
@@ -213,7 +195,3 @@ def _listed(value: Any) -> list[Any] | None:
         except (ValueError, RecursionError):
             return None
     return list(value) if isinstance(value, list | tuple) else None
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    return first([*map(str, row)], between=", ")

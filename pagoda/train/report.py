@@ -1,27 +1,30 @@
-"""`pagoda report`: one page about a run or a plan: losses, speed, the lanes of a step, tiers, units and settings."""
+"""`pagoda report`: one HTML page about a run or a plan: losses, the lanes of a step, tiers and reasons."""
 
 import html
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, needed
 from pagoda.forecast.report import format_seconds
-from pagoda.forecast.wear import wear
 from pagoda.memory.files import read_regular
 from pagoda.memory.forms import FormError, whole
 from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
 from pagoda.plan.tiers import LaneName
-from pagoda.simulate.hardware import Figure
 from pagoda.simulate.timeline import ALL_LANES
-from pagoda.train.config import flat
 from pagoda.train.metrics import STEP_FORM, read_evaluations, read_metrics
-from pagoda.train.page import COLOURS, bars, drawing, figure_of, folded, legend, listed, look, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
-_TIERS = {"device": "tier-device", "host": "tier-host", "ssd": "tier-ssd"}
+BEGINNING = '<!DOCTYPE html><html lang="en" data-made-by="pagoda report">'
+"""The beginning of every page. Only files that begin with it are overwritten."""
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #d0d7de }
+table { border-collapse: collapse } th, td { border: 1px solid #d0d7de; padding: .2rem .6rem; text-align: left }
+figure { margin: 1rem 0 } svg { max-width: 100%; height: auto } .table { overflow-x: auto }
+"""
 _WORK = {
     "forward": ("forward",),
     "backward": ("backward",),
@@ -41,54 +44,56 @@ def report(source: Path) -> str:
 
     Raises ConfigError if there is no run or plan, or if matplotlib is not installed.
     """
-    with look():
+    matplotlib = needed("matplotlib", "pagoda report needs matplotlib: pip install 'pagoda-train[plot]'")
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "text.parse_math": False, "figure.constrained_layout.use": True}
+    ):
         return _plan_page(source) if source.is_file() else _run_page(source)
 
 
 def _run_page(directory: Path) -> str:
     run = RunDir(directory)
-    config = run.started_config().settings()
+    config = run.started_config()
     steps, evals = read_metrics(run.metrics, STEP_FORM), read_evaluations(run.evals)
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
     plan, measured = (_read(file) if file.exists() else None for file in (run.plan, run.timeline))
-    predicted, why = (plan["timeline"], plan["not_predicted"]) if plan else (None, "")
-    sections = {
-        "Summary": _summary(config, steps, evals),
-        "Loss": _curves(steps, evals),
-        "Speed": _speed(steps, plan),
-        **({"One step": _lanes(predicted, measured, why)} if predicted or measured else {}),
-    }
+    seconds = sum(step["step_s"] for step in steps)
+    tokens = sum(step["tokens_per_s"] * step["step_s"] for step in steps)
+    summary = [
+        ("Model", config.model),
+        ("Data", config.data),
+        ("Steps", f"{steps[-1]['step']:,} of {config.max_steps:,}, in {seconds / 3600:.2f} h"),
+        ("Loss", f"{_figure(steps[0]['loss'])} → {_figure(steps[-1]['loss'])}"),
+        ("Tokens", f"{tokens:,.0f}, {format_rate(tokens / seconds)} per second"),
+    ]
+    sections = {"Summary": _table((), summary), "Loss": _losses(steps, evals)}
     if plan:
-        sections |= {"Memory": _memory(plan, steps), "Units": _units(plan), "Why this plan": listed(plan["reasons"])}
-    sections["Settings"] = pairs(flat(config))
-    return page(f"Run {directory.resolve().name}", sections)
+        sections["One step"] = _lanes(plan["timeline"], measured, plan["not_predicted"])
+        sections |= {"Memory": _tiers(plan, steps), "Why this plan": _listed(plan["reasons"])}
+    return _page(f"Run {directory.resolve().name}", sections)
 
 
 def _plan_page(file: Path) -> str:
     plan = _read(file, _NO_PLAN)
     if "fits" not in plan:
         raise ConfigError(f"{file} {_NO_PLAN}")
-    found = [
-        ("Model", plan["model"]),
+    summary = [
         ("Parameters", f"{plan['params']:,}"),
-        ("Machine", plan["hardware"]),
         ("Fits", "yes" if plan["fits"] else f"no. {plan['refusal']}"),
         ("Activations, an estimate", format_bytes(plan["activation_bytes"])),
     ]
     sections = {}
     if plan["fits"]:
-        found += [
+        summary += [
             ("Step", f"{format_seconds(plan['step_s'])}, {plan['tokens_per_step']:,} tokens"),
             ("Tokens per second", f"{plan['tokens_per_s']:,.1f}"),
-            ("Binding lane", plan["binding_lane"]),
         ]
-        sections = {"One step": _lanes(plan["timeline"], None), "Memory": _memory(plan, []), "Units": _units(plan)}
-    helps = {"What would help": listed(plan["advice"])} if plan["advice"] else {}
-    return page(
-        f"Plan for {plan['model']} on {plan['hardware']}",
-        {"Summary": pairs(found), **sections, **helps, "Why this plan": listed(plan["reasons"])},
-    )
+        sections = {"One step": _lanes(plan["timeline"], None), "Memory": _tiers(plan, [])}
+    if plan["advice"]:
+        sections["What would help"] = _listed(plan["advice"])
+    sections = {"Summary": _table((), summary), **sections, "Why this plan": _listed(plan["reasons"])}
+    return _page(f"Plan for {plan['model']} on {plan['hardware']}", sections)
 
 
 def _read(file: Path, otherwise: str = "was edited or damaged, or another version wrote it") -> dict[str, Any]:
@@ -102,29 +107,39 @@ def _read(file: Path, otherwise: str = "was edited or damaged, or another versio
         raise ConfigError(f"{file} {otherwise} ({error})") from error
 
 
+def _losses(steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
+    """The curves of both losses, and a table of the evaluations."""
+    figure, axes = _figure_of(3.0)
+    for name, lines in (("training", steps), ("evaluation", evals)):
+        points = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else None, markersize=3)
+    axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
+    axes.legend()
+    rows = [(e["step"], *(_figure(e[key]) for key in ("loss", "perplexity", "bits_per_byte"))) for e in evals]
+    evaluations = _table(("after step", "loss", "perplexity", "bits per byte"), rows) if rows else ""
+    return _drawing(figure, "Loss of training and evaluation by step") + evaluations
+
+
 def _lanes(predicted: _Record | None, measured: _Record | None, why: str = "") -> str:
     """What compute and every lane do in a step. The prediction is above the measurement, on the same time axis. `why`:
     why nothing was predicted."""
     drawn = [("Predicted", predicted)] if predicted else []
     if measured:
-        drawn.append((f"Measured, step {measured['step']}" if "step" in measured else "Measured, a step", measured))
+        drawn.append((f"Measured, step {measured['step']}", measured))
+    missing = "" if predicted else f"<p>Nothing was predicted: {html.escape(why)}.</p>"
+    if not drawn:
+        return missing
     lanes = [lane for lane in ALL_LANES if any(lane in timeline["busy_s"] for _, timeline in drawn)]
-    figure, axes = figure_of(0.7 + len(drawn) * (0.5 + 0.28 * len(lanes)), rows=len(drawn))
-    colours = dict(zip(_WORK, COLOURS, strict=True))
-    group_of = {kind: group for group, kinds in _WORK.items() for kind in kinds}
-    groups: set[str] = set()
+    figure, axes = _figure_of(0.9 + len(drawn) * (0.5 + 0.28 * len(lanes)), rows=len(drawn))
+    axes = axes if len(drawn) > 1 else [axes]
     for axis, (title, timeline) in zip(axes, drawn, strict=True):
-        works = [
-            (lane, group_of.get(kind, "other"), start, end)
-            for lane, kind, start, end in timeline["spans"]
-            if lane in lanes
-        ]
-        bars(axis, works, lanes, colours)
-        groups |= {group for _, group, _, _ in works}
-        axis.set_title(f"{title}: {format_seconds(timeline['step_s'])}")
+        _bars(axis, timeline["spans"], lanes)
+        axis.set_title(f"{title}: {format_seconds(timeline['step_s'])}", loc="left")
     axes[-1].set_xlabel("seconds from the start of the step")
     axes[-1].set_xlim(0, max(timeline["step_s"] for _, timeline in drawn))
-    legend(figure, {group: colour for group, colour in colours.items() if group in groups})
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     head, rows = ["lane"], [[lane] for lane in lanes]
     for title, timeline in drawn:
         name = title.partition(",")[0].lower()
@@ -132,81 +147,26 @@ def _lanes(predicted: _Record | None, measured: _Record | None, why: str = "") -
         for row, lane in zip(rows, lanes, strict=True):
             waits = "" if lane == LaneName.COMPUTE else format_seconds(timeline["stall_s"].get(lane, 0.0))
             row += [format_seconds(timeline["busy_s"].get(lane, 0.0)), waits]
-    said = "What compute and every lane do in a step; the table below has the seconds"
-    page = drawing(figure, "One step", said) + table(head, rows)
-    return page + (f"<p>Nothing was predicted: {html.escape(why)}.</p>" if why and not predicted else "")
+    return _drawing(figure, "What compute and every lane do in a step") + _table(head, rows) + missing
 
 
-def _summary(config: _Record, steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
-    seconds = sum(step["step_s"] for step in steps)
-    tokens = sum(step["tokens_per_s"] * step["step_s"] for step in steps)
-    found = [
-        ("Model", config["model"]),
-        ("Data", config["data"]),
-        ("Steps", f"{steps[-1]['step']:,} of {config['max_steps']:,}"),
-        ("Loss", f"{_figure(steps[0]['loss'])} → {_figure(steps[-1]['loss'])}"),
-        ("Time in steps", f"{seconds / 3600:.2f} h"),
-        ("Tokens", f"{tokens:,.0f}, {format_rate(tokens / seconds)} per second"),
-    ]
-    known = [line for line in evals if line["loss"] is not None]
-    if known:
-        best = min(known, key=lambda line: line["loss"])
-        said = f"{_figure(known[0]['loss'])} → {_figure(known[-1]['loss'])}, lowest {_figure(best['loss'])}"
-        found.append(("Evaluation loss", f"{said} after step {best['step']:,}"))
-    return pairs(found)
+def _bars(axis: Any, spans: Iterable[Sequence[Any]], lanes: Sequence[str]) -> None:
+    """Draw a bar for each piece of work in its lane, in the colour of its group."""
+    group_of = {kind: group for group, kinds in _WORK.items() for kind in kinds}
+    bars: dict[str, dict[str, list[tuple[float, float]]]] = {group: {} for group in _WORK}
+    for lane, kind, start, end in spans:
+        if lane in lanes:
+            bars[group_of.get(kind, "other")].setdefault(lane, []).append((start, end - start))
+    for number, (group, by_lane) in enumerate(bars.items()):
+        axis.broken_barh([], (0, 0), facecolors=f"C{number}", label=group)
+        for lane, found in by_lane.items():
+            axis.broken_barh(found, (lanes.index(lane) - 0.4, 0.8), facecolors=f"C{number}", linewidth=0)
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.set_ylim(len(lanes) - 0.5, -0.5)
 
 
-def _curves(steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
-    lines = {"training": _points(steps, "loss")}
-    if evals:
-        lines["evaluation"] = _points(evals, "loss")
-    page = _drawing("Loss", lines)
-    page += _drawing("Gradient norm, before clipping", {"norm": _points(steps, "grad_norm")})
-    page += _drawing("Learning rate", {"rate": _points(steps, "lr")})
-    rows = [(e["step"], *(_figure(e[key]) for key in ("loss", "perplexity", "bits_per_byte"))) for e in evals]
-    if rows:
-        head = ("after step", "loss", "perplexity", "bits per byte")
-        page += folded("Evaluations", table(head, rows), shown=True)
-    return page
-
-
-def _speed(steps: Sequence[_Record], plan: _Record | None) -> str:
-    total = sum(step["step_s"] for step in steps)
-    lanes = sorted({lane for step in steps for lane in step["stall_s"]})
-    waited = {lane: sum(step["stall_s"].get(lane, 0.0) for step in steps) for lane in lanes}
-    moved = {lane: sum(step["bytes_moved"].get(lane, 0) for step in steps) for lane in lanes}
-    rows = [
-        (lane, f"{waited[lane] / total:.1%}", f"{format_bytes(moved[lane] // len(steps))}" if moved[lane] else "-")
-        for lane in sorted(lanes, key=lambda lane: -waited[lane])
-    ]
-    worn = ""
-    if plan and plan["endurance"] and (written := moved.get(LaneName.SSD_WRITE, 0)):
-        rated = Figure(plan["endurance"]["value"], plan["endurance"]["source"])
-        worn = listed([f"SSD: {wear(written // len(steps), len(steps), rated)}."])
-    return (
-        _drawing("Tokens per second", {"tokens/s": _points(steps, "tokens_per_s")})
-        + "<p>Share of the steps' time that compute waited for a lane or for data, and bytes a step moved:</p>"
-        + table(("lane", "waited", "bytes a step"), rows)
-        + _tier_use(steps)
-        + worn
-    )
-
-
-def _tier_use(steps: Sequence[_Record]) -> str:
-    """How much of each tier's budget pages took. Runs of earlier versions do not say."""
-    uses: dict[str, list[Mapping[str, float]]] = {}
-    for step in steps:
-        for tier, use in step.get("tier_use", {}).items():
-            uses.setdefault(tier, []).append(use)
-    rows = [
-        (tier, f"{fmean(use['mean'] for use in of):.1%}", f"{max(use['peak'] for use in of):.1%}")
-        for tier, of in uses.items()
-    ]
-    head = ("tier", "on average", "at most")
-    return "<p>Share of each tier's budget that pages took:</p>" + table(head, rows) if rows else ""
-
-
-def _memory(plan: _Record, steps: Sequence[_Record]) -> str:
+def _tiers(plan: _Record, steps: Sequence[_Record]) -> str:
+    """What each tier holds by the plan, the measured peak, and where the states of each unit are."""
     rows = []
     for tier, lines in plan["bytes"].items():
         budget = plan["budgets"].get(tier)
@@ -214,47 +174,52 @@ def _memory(plan: _Record, steps: Sequence[_Record]) -> str:
         rows += [(tier, state, format_bytes(nbytes), "", "") for state, nbytes in lines.items() if nbytes]
         limit = "-" if budget is None else format_bytes(budget)
         rows.append((tier, "in all", format_bytes(sum(lines.values())), measured, limit))
-    return table(("tier", "state", "planned", "measured peak", "budget"), rows)
-
-
-def _units(plan: _Record) -> str:
-    """All units: as squares in the colour of the tier that has their weights, and as a table."""
-    cells, rows = [], []
-    for unit in plan["units"]:
-        homes = unit["homes"]
-        home = homes.get("weight") or homes.get("weight_low") or next(iter(homes.values()), "host")
-        places = ", ".join(f"{state} on {tier}" for state, tier in homes.items())
-        rows.append((unit["name"], f"{unit['parameters']:,}", places))
-        said = f"{unit['name']}: {unit['parameters']:,} parameters; {places}"
-        cells.append(
-            f'<span class="{_TIERS.get(home, "tier-host")}" title="{html.escape(said)}">'
-            f"{html.escape(unit['name'])}</span>"
+    units = [
+        (
+            unit["name"],
+            f"{unit['parameters']:,}",
+            ", ".join(f"{state} on {tier}" for state, tier in unit["homes"].items()),
         )
-    key = "".join(f'<span class="key {name}">{tier}</span>' for tier, name in _TIERS.items())
-    shown = f'<p>Coloured by the home of their weights: {key}</p><div class="units">{"".join(cells)}</div>'
-    return shown + folded("All units", table(("unit", "parameters", "homes"), rows))
+        for unit in plan["units"]
+    ]
+    shown = _table(("tier", "state", "planned", "measured peak", "budget"), rows)
+    return f"{shown}<details><summary>Units</summary>{_table(('unit', 'parameters', 'states'), units)}</details>"
 
 
-def _points(lines: Sequence[_Record], key: str) -> list[tuple[int, float]]:
-    """(step, value) pairs of one key."""
-    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+def _page(title: str, sections: Mapping[str, str]) -> str:
+    """A page of sections, each with a heading and its HTML. It needs no other file."""
+    body = "".join(f"<h2>{name}</h2>{content}" for name, content in sections.items())
+    title = html.escape(title)
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return f"{BEGINNING}<head>{head}</head><body><h1>{title}</h1>{body}</body></html>\n"
 
 
-def _drawing(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Curves over steps as SVG, with a description for screen readers."""
-    figure, (axes,) = figure_of(2.8)
-    for name, points in lines.items():
-        marker = "o" if len(points) < 30 else None
-        axes.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=3, linewidth=1.2)
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.locator_params(axis="x", integer=True)
-    if len(lines) > 1:
-        axes.legend()
-    said = "; ".join(
-        f"{name} from {_figure(points[0][1])} to {_figure(points[-1][1])}" for name, points in lines.items() if points
-    )
-    return drawing(figure, title, f"{title} by step: {said}")
+def _figure_of(height: float, rows: int = 1) -> tuple[Any, Any]:
+    """A figure of matplotlib, as wide as the page, and the axes of its rows, or its only axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height))
+    return figure, figure.subplots(rows, 1, sharex=True)
+
+
+def _drawing(figure: Any, description: str) -> str:
+    """A figure as SVG, with a sentence for readers who cannot see it."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    text = stream.getvalue()
+    text = text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{html.escape(description)}"', 1)
+    return f"<figure>{text}</figure>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table, with a header row if `head` is not empty. A wide one scrolls by itself."""
+    titles = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="table"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _listed(lines: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
 
 
 def _figure(value: float | None) -> str:

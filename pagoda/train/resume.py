@@ -1,6 +1,7 @@
-"""Decides where a run begins: at its first step, after its last complete checkpoint, or after a named one."""
+"""Decides where a run begins: at its first step, after its last checkpoint, or after a named one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,16 @@ from pagoda.integrations.staging import name_complete
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_all, from_first
 from pagoda.train.config import TrainConfig
-from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, PREFIX, RunCheckpoint, RunDir, locked, names_of, unused
+from pagoda.train.run_dir import GONE_BACK, LAST, PREFIX, RunCheckpoint, RunDir, locked, names_of, unused
 
 CHAT = "chat"
 """Key in the same place: whether the data are conversations."""
 CONFIG = "config"
 """Key of the configuration in what `pagoda train` adds to a checkpoint."""
+EVALUATED = "evaluated"
+"""Key of what identifies the sequences on which the run evaluates."""
 SAMPLES_PER_STEP = "samples_per_step"
 """Key of the number of sequences a step on all ranks."""
-_KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int, SAMPLES_PER_STEP: int}
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ class Beginning:
     """None if the run begins with its first step."""
     samples: int = 0
     """Sequences that it has read."""
+    evaluated: str | None = None
+    """Identifies the sequences on which it evaluated."""
     later: tuple[tuple[RunCheckpoint, Path], ...] = ()
-    """Later checkpoints, which are damaged or which the user left behind, each with its new name. They are renamed when
-    the run first writes."""
+    """Later checkpoints, which the user left behind, each with its new name. They are renamed when the run first
+    writes."""
 
     @property
     def done(self) -> int:
@@ -51,20 +55,20 @@ def begin(
     """Lock the run's directory until `held` is closed, and find where the run continues. The result is the same on all
     ranks.
 
-    Every bit of a checkpoint is read before it is chosen. Otherwise damage in adopted pages would only appear in the
-    middle of a step. Checkpoints that are damaged or have lost their pages are named on the console.
+    Every bit of the checkpoint is read first. Otherwise damage in adopted pages would only appear in the middle of a
+    step.
 
     Args:
       again: whether torchrun has restarted this run. It then resumes if it had written anything.
 
     Raises ConfigError if the directory is in use or cannot be used, if it contains a run although none is resumed, or
-    none although one is, and if settings differ from those of the run. Raises CheckpointError if there are checkpoints
-    but none can be used, and if the named one does not exist or cannot be used.
+    none although one is, and if settings differ from those of the run. Raises CheckpointError if the checkpoint does
+    not exist, is damaged or has lost its pages.
     """
     named = config.resume_from_checkpoint not in (None, LAST)
 
-    def claim() -> tuple[list[RunCheckpoint], list[RunCheckpoint]] | None:
-        """All checkpoints, and the ones to try, the last one first."""
+    def claim() -> tuple[list[RunCheckpoint], RunCheckpoint | None] | None:
+        """All checkpoints, and the one to continue from. None for a new run."""
         run_dir.check_place()
         held.enter_context(locked(run_dir.path))
         if named and again:
@@ -78,41 +82,33 @@ def begin(
         config.check_resumes(run_dir.started_config())
         name_complete(run_dir.path, PREFIX)
         every = run_dir.all_checkpoints()
-        return every, [run_dir.named(config.resume_from_checkpoint or LAST)] if named else every[::-1]
+        return every, run_dir.named(config.resume_from_checkpoint or LAST) if named or every else None
 
     claimed = from_first(mesh, "the run's directory", claim)
     if claimed is None:
         return Beginning()
-    every, candidates = claimed
-    if not candidates:
+    every, checkpoint = claimed
+    if checkpoint is None:
         say(console, f"{run_dir.path} has no checkpoint yet: the run starts from its first step")
         return Beginning()
-    places = list(config.memory.ssd_directories)
-    problems: list[str] = []
-    for checkpoint in candidates:
-        with console.status(f"Checking {checkpoint.path}"):
-            problem, extra = _examined(checkpoint, places, mesh)
-        if problem is None:
-            _check_belongs(config, checkpoint, extra, run_dir)
-            say(console, *_check_batch(config, extra, mesh))
-            why = GONE_BACK if named else DAMAGED
-            later = [
-                (one, unused(one.path.with_name(f"{one.path.name}{why}")))
-                for one in every[::-1]
-                if one.step > checkpoint.step
-            ]
-            if later:
-                say(console, _fallback(checkpoint, later, problems))
-            return Beginning(checkpoint, extra["samples"], tuple(later))
-        problems.append(problem)
-    lines = _numbered(candidates, problems)
-    if named:
-        raise CheckpointError(f"{lines[0]}. Nothing was changed. The run has {names_of(every)}: name another one")
-    raise CheckpointError(
-        f"none of the {len(every)} checkpoints of {run_dir.path} can be used:\n"
-        + "\n".join(lines)
-        + "\nNothing was changed. Put back what is missing, or start a new run with another --output-dir"
-    )
+    with console.status(f"Checking {checkpoint.path}"):
+        problem, extra = _examined(checkpoint, list(config.memory.ssd_directories), mesh)
+    if problem is not None:
+        others = names_of([each for each in every if each != checkpoint])
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be used: {problem}. Nothing was changed. Its other checkpoints: {others}. Name "
+            "one with --resume-from-checkpoint"
+        )
+    _check_belongs(config, checkpoint, extra, run_dir)
+    _check_batch(config, extra, mesh, console)
+    later = [(c, unused(c.path.with_name(c.path.name + GONE_BACK))) for c in every if c.step > checkpoint.step]
+    if later:
+        say(
+            console,
+            f"Going back to the checkpoint after step {checkpoint.step}: the {later[-1][0].step - checkpoint.step} "
+            f"steps after it run again. Later ones are kept as {', '.join(str(name) for _, name in later)}.",
+        )
+    return Beginning(checkpoint, extra["samples"], extra.get(EVALUATED), tuple(later))
 
 
 def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
@@ -133,11 +129,9 @@ def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> 
 
 def _not_ours(extra: object, step: int) -> str | None:
     """Why a checkpoint is not one that `pagoda train` saved under this name, or None."""
-    if not isinstance(extra, dict) or any(type(extra.get(key)) is not kind for key, kind in _KEYS.items()):
+    if not isinstance(extra, dict) or not {CONFIG, "text", "samples", SAMPLES_PER_STEP} <= extra.keys():
         return "it is not one of `pagoda train`, or of another version"
-    if extra["step"] != step:
-        return f"it is the state after step {extra['step']}, under another name"
-    return None
+    return None if extra.get("step") == step else f"it is the state after step {extra.get('step')}, under another name"
 
 
 def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[str, Any], run_dir: RunDir) -> None:
@@ -149,48 +143,17 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
         )
 
 
-def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh) -> Iterator[str]:
-    """A line for the console if a step has another number of sequences than before, because the number of ranks
-    changed. Raises ConfigError if other settings changed it."""
-    before, each = (
-        extra[SAMPLES_PER_STEP],
-        config.per_device_train_batch_size * config.ranks_with_batches(mesh.ranks.data_parallel),
-    )
-    now = each * config.gradient_accumulation_steps
+def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh, console: Console) -> None:
+    """Say if a step has another number of sequences than before because the number of ranks changed. Raises ConfigError
+    if other settings changed it."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    ranks = config.ranks_with_batches(mesh.ranks.data_parallel)
+    before, now = extra[SAMPLES_PER_STEP], ranks * math.prod(getattr(config, name) for name in names)
     if before == now:
         return
-    passes, rest = divmod(before, each)
-    keeps = f": --gradient-accumulation-steps {passes} keeps them" if passes and not rest else ""
-    if any(
-        getattr(config, name) != extra[CONFIG][name]
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    ):
+    if any(getattr(config, name) != extra[CONFIG][name] for name in names):
         raise ConfigError(
-            f"cannot resume with {now} sequences a step, of which the run has {before}"
-            + (
-                keeps
-                or ". Leave out --per-device-train-batch-size and --gradient-accumulation-steps to keep the run's own"
-            )
+            f"cannot resume with {now} sequences a step, of which the run has {before}. Leave out "
+            "--per-device-train-batch-size and --gradient-accumulation-steps to keep the run's own"
         )
-    yield f"A step has {now} sequences now, and had {before}{keeps}"
-
-
-def _fallback(checkpoint: RunCheckpoint, later: Sequence[tuple[RunCheckpoint, Path]], problems: Sequence[str]) -> str:
-    """The message for a run that continues from an earlier checkpoint than the last one. `problems` is empty only if
-    the user named the checkpoint."""
-    again = later[0][0].step - checkpoint.step
-    lines = [
-        *_numbered([one for one, _ in later] if problems else [], problems),
-        f"{'Falling' if problems else 'Going'} back to the checkpoint after step {checkpoint.step}: the {again} steps "
-        "after it run again.",
-        f"{'What cannot be used' if problems else 'What came after it'} is kept as "
-        f"{', '.join(str(name) for _, name in later)}.",
-    ]
-    return "\n".join(lines)
-
-
-def _numbered(checkpoints: Iterable[RunCheckpoint], problems: Sequence[str]) -> list[str]:
-    return [
-        f"The checkpoint after step {checkpoint.step} ({checkpoint.path}) cannot be used: {problem}"
-        for checkpoint, problem in zip(checkpoints, problems, strict=True)
-    ]
+    say(console, f"A step has {now} sequences now, and had {before}")

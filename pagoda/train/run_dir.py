@@ -3,18 +3,15 @@
 import json
 import os
 import re
-import shlex
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from pagoda.config.settings import flag
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import copy_durably, inside, make_directories, read_regular, sync_directory, write_durably
-from pagoda.memory.forms import FormError, whole, with_hash
 from pagoda.memory.identity import MANIFEST, STATE
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
@@ -24,13 +21,10 @@ from pagoda.train.settings_file import settings_as_yaml
 LOCK = ".pagoda-lock"
 PREFIX = "checkpoint-"
 _CHECKPOINT = re.compile(rf"{PREFIX}(\d+)")
-_EARLIER = "checkpoints"
-"""Directory in which earlier versions kept checkpoints."""
 LAST = "last"
 """Stands for the last checkpoint in place of a name."""
-DAMAGED, GONE_BACK = ".damaged", ".later"
-"""Suffixes of checkpoints that are kept but no longer belong to the run, because they are damaged or because the run
-went back to an earlier one."""
+GONE_BACK = ".later"
+"""Suffix of checkpoints that are kept but no longer belong to the run, because it went back to an earlier one."""
 _MOST_CONFIG_BYTES = 1 << 20
 
 
@@ -57,18 +51,14 @@ class RunDir:
         """The settings, which a user may edit and give to another run with --config."""
         self.plan = path / "plan.json"
         """The plan and the machine, for a report."""
-        self.data = path / "data.json"
-        """What was read from --data, and what was ignored or left out, for a report."""
         self.timeline = path / "timeline.json"
         """What compute and every lane did in one step, for a report."""
         self.metrics = path / "metrics.jsonl"
         self.evals = path / "evals.jsonl"
-        self.samples = path / "samples.jsonl"
         self.output = path / "output.txt"
         """What the run could not print, because its terminal was closed, its reader went away or a disk was full."""
         self.tokenizer = path / "tokenizer"
         """Copies of the tokenizer's files, for exports. Missing if text is read as bytes."""
-        self.tensorboard = path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step` steps."""
@@ -82,7 +72,7 @@ class RunDir:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise ConfigError(f"--output-dir {self.path}: {existing} is a file, not a directory")
-        inner = (*(checkpoint.path for checkpoint in self.all_checkpoints()), self.tokenizer, self.tensorboard)
+        inner = (*(checkpoint.path for checkpoint in self.all_checkpoints()), self.tokenizer)
         if links := [path for path in inner if path.is_symlink()]:
             raise ConfigError(
                 f"--output-dir {self.path}: {links[0].name} in it is a symbolic link, and a run writes only to its "
@@ -98,8 +88,8 @@ class RunDir:
         Raises ConfigError like `check_place`, and if there is a run already, or a file that it would replace.
         """
         self.check_place()
-        run = [self.config, self.metrics, self.evals, self.samples, *self.path.glob(f"{PREFIX}*")]
-        others = [self.settings, self.plan, self.data, self.timeline, self.tokenizer]
+        run = [self.config, self.metrics, self.evals, *self.path.glob(f"{PREFIX}*")]
+        others = [self.settings, self.plan, self.timeline, self.tokenizer]
         if taken := [path.name for path in run + others if os.path.lexists(path)]:
             what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(
@@ -110,9 +100,8 @@ class RunDir:
     def started_config(self) -> TrainConfig:
         """The configuration with which the run was started.
 
-        Raises ConfigError if there is no run here, or if its configuration cannot be read or was edited.
+        Raises ConfigError if there is no run here, or if its configuration cannot be read.
         """
-        self.check_version()
         try:
             content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
         except OSError as error:
@@ -121,48 +110,9 @@ class RunDir:
                 f" ({error.strerror or type(error).__name__}). Name the directory of a run"
             ) from error
         try:
-            return TrainConfig.from_settings(whole(content))
-        except FormError as error:
-            raise ConfigError(
-                f"{self.config} is not as `pagoda train` wrote it: it was edited or damaged, or another version wrote "
-                f"it ({error}). Put it back as it was, and give changed settings as flags: pagoda train "
-                "--resume-from-checkpoint last --output-dir "
-                f"{self.path} --max-steps N"
-            ) from error
-        except ConfigError as error:
-            raise ConfigError(f"{self.config}: {error}") from error
-
-    def check_version(self) -> None:
-        """Raises ConfigError for a run of an earlier version."""
-        if (self.path / _EARLIER).is_dir() and self.config.exists():
-            raise ConfigError(
-                f"{self.path} is a run of an earlier version of Pagoda, which kept its state in {_EARLIER}/: export it "
-                "with that version, and begin a new run from what it exports"
-            )
-
-    def foreign(self, config: TrainConfig) -> dict[str, str]:
-        """Setting -> flag and value, for each class to import that is not torch's and each directory to write to that
-        is not in this one."""
-        module, colon, _ = config.optim.partition(":")
-        outside = {"optim": colon and module.partition(".")[0] != "torch"}
-        for name, found in (("memory.ssd", config.memory.ssd_directories), ("cache", [config.cache or self.path])):
-            outside[name] = any(not path.resolve().is_relative_to(self.path.resolve()) for path in found)
-        values = {"optim": config.optim, "memory.ssd": config.memory.ssd, "cache": config.cache}
-        return {name: f"{flag(name)} {shlex.quote(str(values[name]))}" for name, is_it in outside.items() if is_it}
-
-    def continued_config(self, named: Collection[str]) -> TrainConfig:
-        """`started_config`, for a command that continues the run and names the settings `named` itself.
-
-        Raises ConfigError also if the configuration has a class to import that is not torch's, or a directory to write
-        to that is not in the run's, and the command does not name it: the run's directory may be a stranger's.
-        """
-        started = self.started_config()
-        if unnamed := " ".join(text for name, text in self.foreign(started).items() if name not in named):
-            raise ConfigError(
-                f"{self.path} has {unnamed}. A run's directory may come from somebody else, so what it imports, and "
-                f"where it writes outside, must be on the command line too: add {unnamed}"
-            )
-        return started
+            return TrainConfig.from_settings(json.loads(content))
+        except (ConfigError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.config} is damaged, or another version wrote it: {error}") from error
 
     def all_checkpoints(self) -> list[RunCheckpoint]:
         """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""
@@ -208,7 +158,6 @@ class RunDir:
 
         Raises CheckpointError like `named`, and ConfigError if a checkpoint of no run is named.
         """
-        self.check_version()
         if self.all_checkpoints() or self.metrics.exists():
             return self.named(name).state
         if name != LAST:
@@ -240,7 +189,7 @@ class RunDir:
         with self._writing():
             make_directories(self.path)
             # First, because without it there is no run to resume, and with the others none can start.
-            write_durably(self.config, (json.dumps(with_hash(config.settings()), indent=2) + "\n").encode())
+            write_durably(self.config, (json.dumps(config.settings(), indent=2) + "\n").encode())
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
                 with inside(self.path, self.tokenizer.name) as folder:

@@ -1,8 +1,6 @@
 """Files of settings, from which `pagoda train --config` starts another run."""
 
 import re
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ from pagoda.errors import ConfigError
 from pagoda.memory.files import read_regular
 from pagoda.train.config import TrainConfig
 
-_NOT_SETTINGS = ("output_dir", "resume_from_checkpoint", "trace", "trace_step", "config")
+_NOT_SETTINGS = ("output_dir", "resume_from_checkpoint", "trace", "config")
 """Arguments that belong to one command. They are not copied to another run."""
 _MOST_BYTES = 1 << 20
 
@@ -20,25 +18,29 @@ def read_settings(path: Path) -> TrainConfig:
 
     Raises ConfigError if it cannot be read, or if a setting in it is unknown or has the wrong type.
     """
-    settings = read_yaml(path)
-    if isinstance(settings, Mapping):
-        settings = {name: value for name, value in settings.items() if name != "hash"}
     try:
-        return TrainConfig.from_settings(settings)
+        return TrainConfig.from_settings(read_yaml(path))
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from error
 
 
 def read_yaml(path: Path) -> Any:
     """The contents of a file of settings. Raises ConfigError if it cannot be read or is not YAML."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML 1.1 with the number format of YAML 1.2, in which 2e-5 is a number."""
+
+    number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
-        return _yaml(read_regular(path, most_bytes=_MOST_BYTES).decode())
+        return yaml.load(read_regular(path, most_bytes=_MOST_BYTES), Loader=Loader)
     except OSError as error:
         raise ConfigError(
             f"--config {path} cannot be read: {error.strerror or error}: name a file of settings"
         ) from error
-    except ValueError as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+    except Exception as error:  # a value that does not fit its tag raises errors of many types
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def settings_as_yaml(config: TrainConfig) -> str:
@@ -48,24 +50,3 @@ def settings_as_yaml(config: TrainConfig) -> str:
     settings = {k: v for k, v in config.settings().items() if k not in _NOT_SETTINGS}
     text: str = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     return text
-
-
-def _yaml(text: str) -> Any:
-    """Parse YAML in which 2e-5 is a number. Raises ValueError."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML 1.1 with the number format of YAML 1.2, and without keys that occur twice."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [key.value for key, _ in node.value]
-            if twice := next((name for name, count in Counter(map(str, names)).items() if count > 1), None):
-                raise ValueError(f"it has the key {twice!r} twice")
-            return super().construct_mapping(node, deep)
-
-    number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    try:
-        return yaml.load(text, Loader=Loader)
-    except Exception as error:  # a value that does not fit its tag raises errors of many types
-        raise ValueError(" ".join(str(error).split())) from error

@@ -1,17 +1,18 @@
-"""Reads `--data` with Hugging Face's datasets, as a stream of documents that needs little RAM.
+"""Reads `--data` as a stream of documents that needs little RAM.
 
-Files are read one by one, so that an error names the file. JSON is read as text and parsed line by line: a broken line
-is then one bad record, and records need not all have the same keys.
+Files of texts and of JSON are read line by line: a broken line is then one bad record, and records need not all have
+the same keys. Hugging Face's datasets reads tables and the Hub, and tells the splits of a folder apart. Files are read
+one by one, so that an error names the file.
 """
 
-import codecs
 import glob
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pagoda.config.reading import DataSettings
 from pagoda.errors import ConfigError, check_installed, needed
 from pagoda.models.hub import is_hub_name
 from pagoda.train.records import Document, are_messages, read_row
-from pagoda.train.seen import Seen, first
+from pagoda.train.seen import Seen
 
 STDLIB = "stdlib"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -28,15 +29,13 @@ _RECORDS |= dict.fromkeys((".jsonl", ".ndjson"), "json")
 """Formats that hold records -> the builder of datasets. A folder that contains any of them is a data set."""
 _TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv"}
 """Formats that also occur among source code. They hold records if they are named, or are most files of a folder."""
-_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".lz4": "lz4"}
 _NEEDS_DATASETS = "data are read with datasets: pip install 'pagoda-train[train]'"
 _BATCH_ROWS = 1024
 """Rows of Parquet, or lines of a text, that are read at a time."""
 _SMALL_BYTES, _MOST_WHOLE_BYTES = 128 << 10, 64 << 20
-"""Texts up to the first size are one piece. Up to the second one, they are read whole before they are used, so that a
-file of a folder that is not text can be left out."""
-_NUL = "pagoda-nul"
-codecs.register_error(_NUL, lambda error: ("\0", error.end))  # type: ignore[attr-defined]
+"""Texts up to the first size are one piece. Of several files, those up to the second one are read whole before they are
+used, so that one that is not text can be left out."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,11 @@ class Source:
 def check_exists(name: str) -> None:
     """Raises ConfigError if there is nothing of this name, or if datasets is not installed."""
     check_installed("datasets", _NEEDS_DATASETS)
-    if name and (name == STDLIB or Path(name).exists() or _is_on_hub(name) or glob.glob(name, recursive=True)):
-        return
-    beside = sorted(path.name for path in Path(name or ".").absolute().parent.glob("[!.]*"))
-    raise ConfigError(
-        f"data {name!r} does not exist: give a file, a folder, a glob in quotes, ORG/NAME of the Hugging Face Hub, or "
-        f"'stdlib' ({Path(name).absolute().parent} has {first(beside, between=', ') or 'nothing'})"
-    )
+    if not name or not (name == STDLIB or Path(name).exists() or _is_on_hub(name) or glob.glob(name, recursive=True)):
+        raise ConfigError(
+            f"data {name!r} does not exist: give a file, a folder, a glob in quotes, ORG/NAME of the Hugging Face Hub, "
+            "or 'stdlib'"
+        )
 
 
 def find(name: str, settings: DataSettings, split: str) -> Source:
@@ -115,7 +112,8 @@ def documents(source: Source, seen: Seen) -> Iterator[Document]:
     Raises ConfigError for a file, line or row that cannot be read, with the reason.
     """
     if not source.records:
-        yield from _texts(source.files, seen)
+        for path in source.files:
+            yield from _text(path, seen, alone=len(source.files) == 1)
         return
     for where, row in _rows(source):
         try:
@@ -148,85 +146,99 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def _table_rows(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
+    datasets = needed("datasets", _NEEDS_DATASETS)
+
+    def loaded(**how: Any) -> Any:
+        files = [glob.escape(str(path.absolute()))]
+        return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **how)
+
     how: dict[str, Any] = {"batch_size": _BATCH_ROWS} if kind == "parquet" else {}
     if kind == "csv":  # all columns are text: as a number, 007 would be 7
         how = {"sep": "\t" if _suffix(path) == ".tsv" else ",", "keep_default_na": False}
-        names: dict[str, Any] = next(iter(_loaded(kind, [path], nrows=1, **how)), {})
-        how["features"] = _datasets().Features(dict.fromkeys(names, _datasets().Value("string")))
-    yield from ((f"{path}, row {number}", row) for number, row in enumerate(_loaded(kind, [path], **how), 1))
+        names: dict[str, Any] = next(iter(loaded(nrows=1, **how)), {})
+        how["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+    yield from ((f"{path}, row {number}", row) for number, row in enumerate(loaded(**how), 1))
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Lines of JSON, or why they cannot be read. A .json file may be one list, of rows or of messages."""
-    first_line = next(iter(_text_rows([path], "line")), {"text": ""})["text"]
-    if _suffix(path) == ".json" and first_line.lstrip().startswith("["):
-        rows = json.loads(next(iter(_text_rows([path], "document")))["text"])
-        entries = enumerate([rows] if are_messages(rows) else rows, 1)
-        yield from ((f"{path}, entry {number}", row) for number, row in entries)
-        return
-    for number, line in enumerate(_text_rows([path], "line"), 1):
-        if not line["text"].strip():
-            continue
-        try:
-            row = json.loads(line["text"])
-        except (ValueError, RecursionError) as error:
-            row = ConfigError(f"not JSON: {error}. Each line must be one record, or a .json file one list of records")
-        yield f"{path}, line {number}", row
+    with _opened(path) as file:
+        first = file.readline()
+        file.seek(0)
+        if _suffix(path) == ".json" and first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            rows = json.load(file)
+            entries = enumerate([rows] if are_messages(rows) else rows, 1)
+            yield from ((f"{path}, entry {number}", row) for number, row in entries)
+            return
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                row = ConfigError(
+                    f"not JSON: {error}. Each line must be one record, or a .json file one list of records"
+                )
+            yield f"{path}, line {number}", row
 
 
-def _texts(files: Sequence[Path], seen: Seen) -> Iterator[Document]:
-    """Each file as a text, in pieces that end with a line. Files that are not UTF-8 are left out of several, unless
-    they are very large."""
-    sizes = {path: path.stat().st_size for path in files}
-    small = [path for path in files if sizes[path] <= _SMALL_BYTES]
-    whole = iter(_text_rows(small, "document") if small else ())
-    for path in files:
-        with _reading(path):
-            if sizes[path] <= _SMALL_BYTES:
-                pieces: Iterable[str] = [next(whole)["text"]]
-            else:
-                pieces = ("".join(rows["text"]) for rows in _text_rows([path], "line").iter(_BATCH_ROWS))
-            if len(files) > 1 and sizes[path] <= _MOST_WHOLE_BYTES:
-                pieces = [*pieces]
-                if any("\0" in piece for piece in pieces):
-                    seen.skipped.append((str(path), "not UTF-8 text"))
-                    continue
-            line, before = 1, ""
-            for piece in pieces:
-                if "\0" in piece:
-                    line += (before + piece[: piece.index("\0")]).count("\n")
-                    raise ConfigError(
-                        f"{path}, line {line}: not UTF-8 text: convert it, as with iconv, or leave it out"
-                    )
-                if before:
-                    yield Document(str(path), before, begins=line == 1, ends=False)
-                line, before = line + before.count("\n"), piece
-            yield Document(str(path), before, begins=line == 1)
+class _NotTextError(ConfigError):
+    """A file is not UTF-8 text."""
 
 
-def _text_rows(paths: Sequence[Path], by: str) -> Any:
-    """Texts by line or document. What is not UTF-8 becomes NUL, which no text has."""
-    how = {"sample_by": by, "keep_linebreaks": True, "encoding": "utf-8-sig", "encoding_errors": _NUL}
-    return _loaded("text", paths, **how)
+def _text(path: Path, seen: Seen, alone: bool) -> Iterator[Document]:
+    """A file as a text, in pieces that end with a line. One that is not UTF-8 is refused if it is `alone` or very
+    large, otherwise left out."""
+    with _reading(path):
+        pieces = _pieces(path)
+        if not alone and path.stat().st_size <= _MOST_WHOLE_BYTES:
+            try:
+                pieces = iter([*pieces])
+            except _NotTextError:
+                seen.skipped.append((str(path), "not UTF-8 text"))
+                return
+        begins, before = True, ""
+        for piece in pieces:
+            if before:
+                yield Document(str(path), before, begins=begins, ends=False)
+                begins = False
+            before = piece
+        yield Document(str(path), before, begins=begins)
 
 
-def _loaded(kind: str, paths: Sequence[Path], **how: Any) -> Any:
-    """The rows of files."""
-    files = [glob.escape(str(path.absolute())) for path in paths]
-    return _datasets().load_dataset(kind, data_files=files, split="train", streaming=True, **how)
+def _pieces(path: Path) -> Iterator[str]:
+    """The text of a file, in pieces of some lines, or whole if it is small. Raises _NotTextError."""
+    line, count = 1, None if path.stat().st_size <= _SMALL_BYTES else _BATCH_ROWS
+    with _opened(path) as file:
+        while lines := b"".join(islice(file, count)):
+            try:
+                text = lines.decode("utf-8-sig" if line == 1 else "utf-8")
+                bad = lines.find(b"\0")
+            except UnicodeDecodeError as error:
+                bad = error.start
+            if bad >= 0:
+                line += lines[:bad].count(b"\n")
+                raise _NotTextError(f"{path}, line {line}: not UTF-8 text: convert it, as with iconv, or leave it out")
+            yield text.replace("\r\n", "\n").replace("\r", "\n")
+            line += lines.count(b"\n")
 
 
-def _datasets() -> Any:
-    return needed("datasets", _NEEDS_DATASETS)
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file in bytes, without its compression."""
+    fsspec = needed("fsspec", _NEEDS_DATASETS)
+    with fsspec.open(str(path), "rb", compression=_COMPRESSED.get(path.suffix.lower())) as file:
+        yield file
 
 
 def _builder(name: str, settings: DataSettings) -> Any:
     """The builder of a folder or of a data set of the Hub."""
     with _reading(f"data {name!r}"):
-        return _datasets().load_dataset_builder(name, settings.dataset_config, revision=settings.dataset_revision)
+        datasets = needed("datasets", _NEEDS_DATASETS)
+        return datasets.load_dataset_builder(name, settings.dataset_config, revision=settings.dataset_revision)
 
 
-def _of_split(folder: Path, files: Sequence[Path], settings: DataSettings, split: str) -> list[Path]:
+def _of_split(folder: Path, files: list[Path], settings: DataSettings, split: str) -> list[Path]:
     """The files of a folder that datasets takes for those of a split."""
     root = folder.resolve()
     splits = {str(split): {*paths} for split, paths in _builder(str(root), settings).config.data_files.items()}
@@ -246,8 +258,8 @@ def _reading(what: object) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        said = str(error.__cause__ or error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ConfigError(f"{what} cannot be read: {said[0]}") from error
+        reason = str(error.__cause__ or error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ConfigError(f"{what} cannot be read: {reason[0]}") from error
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -1,7 +1,6 @@
 """Turns documents into tokens, with the tokenizer in the model's directory or as bytes."""
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,19 +23,8 @@ BYTES = "bytes"
 VOCABULARY = 256
 """Number of token ids if text is read as bytes."""
 _FILES = (
-    "*tokenizer*",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges.txt",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.codes",
-    "normalizer.json",
+    *("*tokenizer*", "vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm", "*.tiktoken", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "*.codes", "normalizer.json"),
 )
 """The files of a Hugging Face directory that may belong to a tokenizer."""
 _BESIDE = ("additional_chat_templates", "*processor*.json")
@@ -51,8 +39,12 @@ def tokenizer_files(directory: Path) -> list[Path]:
     return sorted({path for pattern in _FILES for path in directory.glob(pattern) if path.is_file()})
 
 
-class Tokenizer(ABC):
-    """Turns documents into tokens."""
+class Tokenizer:
+    """A tokenizer of transformers. Texts get the tokenizer's own special tokens, and end with its end-of-sequence
+    token.
+
+    Raises ConfigError if it cannot be read.
+    """
 
     name: str
     """Its name in messages."""
@@ -64,92 +56,10 @@ class Tokenizer(ABC):
     """The files from which it was read and others beside them, for exports."""
     chats: bool = False
     """Whether it has a chat template."""
-    separates: bool = False
+    separates: bool = True
     """Whether attention and loss end at the end of a document. Documents of bytes are not separated."""
     end: list[int] | None = None
     """Ids that end a text or a turn, or None."""
-
-    @abstractmethod
-    def encode(self, documents: Sequence[Document], seen: Seen, *, first: bool) -> list[Encoded]:
-        """The tokens of each document. `first`: these are the first documents of the data. `seen` gets the keys of
-        messages that the chat template does not use, and remarks.
-
-        Raises ConfigError for a conversation that the template refuses.
-        """
-
-    @abstractmethod
-    def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
-        """The ids of a text to continue, or with `chat` of a user's message or of messages.
-
-        Raises ConfigError if there is no chat template.
-        """
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-
-    @abstractmethod
-    def written(self, ids: Sequence[int]) -> str:
-        """The text of ids, with special tokens."""
-
-    def nbytes(self, ids: Sequence[int]) -> int:
-        """Bytes of UTF-8 in the text of ids, without special tokens."""
-        return len(self.decode(ids).encode())
-
-    def marked(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> str:
-        """The text of ids [N], with special tokens and with « and » around what the loss counts."""
-        edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), len(ids)]
-        until = [self.written(ids[:edge].tolist()) for edge in edges]
-        parts = (after[len(before) :] for before, after in pairwise(until))
-        return "".join(f"«{part}»" if counted[at] else part for at, part in zip(edges, parts, strict=False))
-
-
-class ByteTokenizer(Tokenizer):
-    """Each byte of UTF-8 is a token, and a line feed comes between texts."""
-
-    name = "bytes of UTF-8 (ids 0 to 255)"
-    vocabulary = VOCABULARY
-    key = BYTES
-
-    def encode(self, documents: Sequence[Document], seen: Seen, *, first: bool) -> list[Encoded]:
-        encoded = []
-        for document in documents:
-            if document.messages:
-                raise ConfigError(
-                    f"{document.where} is a conversation, and there is no tokenizer to write it with: give --tokenizer "
-                    "DIR, or put the tokenizer's files into the model's directory"
-                )
-            before = ("\n" if document.begins and not first else "") + document.prompt
-            first = False
-            ids = np.frombuffer((before + document.text).encode(), np.uint8).astype(np.int32)
-            ids[: len(before.encode()) if document.prompt else 0] ^= -1
-            encoded.append(ids)
-        return encoded
-
-    def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
-        if chat:
-            raise ConfigError("the tokenizer is bytes, which has no chat template: give the prompt as it is")
-        assert isinstance(text, str), "messages are a chat"
-        return list(text.encode())
-
-    def written(self, ids: Sequence[int]) -> str:
-        return self.decode(ids)
-
-    def nbytes(self, ids: Sequence[int]) -> int:
-        return len(ids)  # a piece of a text may begin or end within a character
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(id_ for id_ in ids if id_ < VOCABULARY).decode(errors="replace")
-
-
-class ModelTokenizer(Tokenizer):
-    """A tokenizer of transformers. Texts get the tokenizer's own special tokens, and end with its end-of-sequence
-    token.
-
-    Raises ConfigError if it cannot be read.
-    """
-
-    separates = True
 
     def __init__(self, directory: Path) -> None:
         transformers = import_transformers()
@@ -186,22 +96,44 @@ class ModelTokenizer(Tokenizer):
         self.key = digest.hexdigest()
 
     def encode(self, documents: Sequence[Document], seen: Seen, *, first: bool) -> list[Encoded]:
+        """The tokens of each document. `first`: these are the first documents of the data. `seen` gets the keys of
+        messages that the chat template does not use, and remarks.
+
+        Raises ConfigError for a conversation that the template refuses.
+        """
         if any(document.messages for document in documents):
             return [self._chat.encode(d, seen) if d.messages else self._texts([d])[0] for d in documents]
         return self._texts(documents)
 
     def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
+        """The ids of a text to continue, or with `chat` of a user's message or of messages.
+
+        Raises ConfigError if there is no chat template.
+        """
         if chat:
             return self._chat.prompt([{"role": "user", "content": text}] if isinstance(text, str) else text)
         return [*self._before, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
     def written(self, ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens."""
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
+
+    def nbytes(self, ids: Sequence[int]) -> int:
+        """Bytes of UTF-8 in the text of ids, without special tokens."""
+        return len(self.decode(ids).encode())
+
+    def marked(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> str:
+        """The text of ids [N], with special tokens and with « and » around what the loss counts."""
+        edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), len(ids)]
+        until = [self.written(ids[:edge].tolist()) for edge in edges]
+        parts = (after[len(before) :] for before, after in pairwise(until))
+        return "".join(f"«{part}»" if counted[at] else part for at, part in zip(edges, parts, strict=False))
 
     def _texts(self, documents: Sequence[Document]) -> list[Encoded]:
         """As TRL tokenizes them: a completion begins where the tokens differ from those of the prompt alone."""
@@ -221,6 +153,48 @@ class ModelTokenizer(Tokenizer):
         return found
 
 
+class ByteTokenizer(Tokenizer):
+    """Each byte of UTF-8 is a token, and a line feed comes between texts."""
+
+    name = "bytes of UTF-8 (ids 0 to 255)"
+    vocabulary = VOCABULARY
+    key = BYTES
+    separates = False
+
+    def __init__(self) -> None:
+        """There is nothing to read."""
+
+    def encode(self, documents: Sequence[Document], seen: Seen, *, first: bool) -> list[Encoded]:
+        encoded = []
+        for document in documents:
+            if document.messages:
+                raise ConfigError(
+                    f"{document.where} is a conversation, and there is no tokenizer to write it with: give --tokenizer "
+                    "DIR, or put the tokenizer's files into the model's directory"
+                )
+            before = ("\n" if document.begins and not first else "") + document.prompt
+            first = False
+            ids = np.frombuffer((before + document.text).encode(), np.uint8).astype(np.int32)
+            ids[: len(before.encode()) if document.prompt else 0] ^= -1
+            encoded.append(ids)
+        return encoded
+
+    def prompt(self, text: str | list[Message], chat: bool) -> list[int]:
+        if chat:
+            raise ConfigError("the tokenizer is bytes, which has no chat template: give the prompt as it is")
+        assert isinstance(text, str), "messages are a chat"
+        return list(text.encode())
+
+    def written(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
+
+    def nbytes(self, ids: Sequence[int]) -> int:
+        return len(ids)  # a piece of a text may begin or end within a character
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(id_ for id_ in ids if id_ < VOCABULARY).decode(errors="replace")
+
+
 def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
     """The tokenizer that `--tokenizer` names, or the one in the model's directory, or bytes if there is none.
 
@@ -234,7 +208,7 @@ def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
         if not directory.is_dir() or not tokenizer_files(directory):
             raise ConfigError(f"--tokenizer {asked} is not a directory with the files of a tokenizer, nor 'bytes'")
     if directory is not None and gguf_in(directory) is not None:
-        return ModelTokenizer(directory)
+        return Tokenizer(directory)
     if directory is None or not (tokenizer_files(directory) or weight_files(directory)):
         return ByteTokenizer()
     if not tokenizer_files(directory):
@@ -245,7 +219,7 @@ def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
                 "or name their directory with --tokenizer. Weights that were trained on bytes need --tokenizer bytes"
             )
         return ByteTokenizer()
-    return ModelTokenizer(directory)
+    return Tokenizer(directory)
 
 
 def _specials(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

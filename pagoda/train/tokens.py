@@ -34,7 +34,7 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer, open_tokenizer
 
-_FORMAT = 10
+_FORMAT = 11
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _USUAL = DataSettings()
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024

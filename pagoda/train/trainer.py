@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,29 +16,30 @@ from transformers import PrinterCallback, TrainingArguments
 
 from pagoda.checkpoint.directory import read_manifest
 from pagoda.checkpoint.model_config import give_generation_config, model_record
-from pagoda.checkpoint.pending import DiskRoom
 from pagoda.console import say
 from pagoda.errors import CheckpointError
 from pagoda.integrations import Paging, seals
 from pagoda.integrations.checkpoints import Checkpoints
 from pagoda.integrations.transformers import PagedTrainerMixin
-from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_first
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches
-from pagoda.train.metrics import LINE_BYTES
+from pagoda.train.evaluate import Evaluator
+from pagoda.train.metrics import MetricsFile, read_evaluations
 from pagoda.train.passes import Losses, Passes
-from pagoda.train.resume import CHAT, CONFIG, SAMPLES_PER_STEP
+from pagoda.train.resume import CHAT, CONFIG, EVALUATED, SAMPLES_PER_STEP
 from pagoda.train.run_dir import RunDir
 
 _log = logging.getLogger("pagoda")
 _VERSION = "transformers_version"
+_TRACED = 3
+"""The step of a call that is recorded: the first in steady state."""
 
 
-def arguments(config: TrainConfig, passes: Passes) -> TrainingArguments:
-    """The arguments of transformers' trainer. What they leave out, such as when to save, callbacks decide."""
+def arguments(config: TrainConfig, passes: Passes, evaluates_first: bool) -> TrainingArguments:
+    """The arguments of transformers' trainer."""
     threads = torch.get_num_threads()
     made = TrainingArguments(
         output_dir=str(config.output_dir),
@@ -53,14 +53,20 @@ def arguments(config: TrainConfig, passes: Passes) -> TrainingArguments:
         max_grad_norm=0.0,  # the optimizer clips
         seed=config.seed,
         ignore_data_skip=True,  # the order of the data begins anywhere
-        eval_strategy="no",
-        save_strategy="no",
+        eval_strategy="steps" if config.evaluates else "no",
+        eval_steps=config.evaluates_every,
+        eval_on_start=evaluates_first,
+        metric_for_best_model="loss",
+        greater_is_better=False,
+        save_strategy="steps",
+        save_steps=config.save_steps,
+        save_total_limit=config.most_checkpoints,
         logging_strategy="no",
         logging_nan_inf_filter=False,
         label_names=["labels"],
         use_cache=bool(getattr(passes.model.config, "use_cache", False)),
         use_cpu=passes.device.type == "cpu",
-        report_to="none",
+        report_to=[*config.report_to] or "none",
         disable_tqdm=True,
     )
     if made.n_gpu > 1:  # without torchrun, a run uses one
@@ -76,27 +82,29 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     All tokens of a step have the same weight in its loss, on all ranks and in all passes.
     """
 
+    control: Any
+
     def __init__(
         self,
         config: TrainConfig,
         passes: Passes,
         batches: Batches,
+        evaluator: Evaluator | None,
         run_dir: RunDir,
         done: int,
         mesh: Mesh,
         console: Console,
     ) -> None:
         """`done`: number of steps that were done before. `batches` begin after them."""
-        self.config, self.passes, self.batches, self.run_dir = config, passes, batches, run_dir
-        self.done, self.mesh, self.console = done, mesh, console
+        self.config, self.passes, self.batches, self.evaluator = config, passes, batches, evaluator
+        self.run_dir, self.done, self.mesh, self.console = run_dir, done, mesh, console
+        self.files: dict[str, MetricsFile] = {}
+        """The files of figures. Empty before the first step has succeeded, and on all ranks but the first."""
         self.losses: list[Losses] = []
         """Of the step that is under way."""
         self.began = self.data_s = self.lr = 0.0
         """When the last step began, the seconds in which its data were read, and its learning rate."""
-        self.step_s = 0.0
-        """Seconds that it took."""
-        self.is_in_step = False
-        self.traced = done + min(config.trace_step, config.max_steps - done)
+        self.traced = done + min(_TRACED, config.max_steps - done)
         """The step to record, counted from 1."""
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
@@ -104,12 +112,21 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
         minutes = config.save_minutes if config.saves_by_time else 0.0
         super().__init__(
             passes.model,
-            arguments(config, passes),
+            arguments(config, passes, self._evaluates_first()),
             train_dataset=batches,
+            eval_dataset=None if evaluator is None else evaluator.batches,
             optimizers=(passes.optimizer, schedule),
             paging=Paging(memory=config.memory, save_minutes=minutes),
         )
         self.remove_callback(PrinterCallback)
+
+    def _evaluates_first(self) -> bool:
+        """Whether an evaluation is due before the first step. A run that was interrupted may have left one out."""
+        if self.evaluator is None or self.done % self.config.evaluates_every:
+            return False
+        evals, data = self.run_dir.evals, self.evaluator.data
+        known = from_first(self.mesh, "the evaluations", lambda: read_evaluations(evals, data))
+        return all(line["step"] != self.done for line in known)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -121,8 +138,8 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], int]:
         """The batches of the next step, and the tokens that its loss counts on all ranks."""
-        self.began, self.is_in_step, self.losses = time.perf_counter(), True, []
-        self.passes.optimizer.restart_clock()  # an evaluation, a sample or a checkpoint may have waited
+        self.began, self.losses = time.perf_counter(), []
+        self.passes.optimizer.restart_clock()  # an evaluation or a checkpoint may have waited
         self.lr = self.passes.optimizer.param_groups[0]["lr"]
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         targets = self.batches.targets_of_step(self.state.global_step)
@@ -134,14 +151,6 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
         self.losses.append(self.passes.train(inputs, num_items_in_batch / self.batches.ranks))
         return self.losses[-1].loss
 
-    def until_end(self) -> str:
-        """When the step ends that is under way or comes next, as a part of a sentence."""
-        if not self.step_s:
-            return ""
-        if not self.is_in_step:
-            return f", about {math.ceil(self.step_s)} s after the evaluation, sample or checkpoint that is under way,"
-        return f", in about {math.ceil(max(0.0, self.began + self.step_s - time.perf_counter()))} s,"
-
     def floating_point_ops(self, inputs: Any) -> int:
         """0: metrics have seconds and bytes, and `pagoda plan` counts operations."""
         return 0
@@ -152,6 +161,18 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Send figures to trackers. The files of the run have all of them."""
         self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Measure the loss on the data to evaluate on, and note whether it is the best one after a step."""
+        assert self.evaluator is not None, "only then an evaluation is due"
+        state = self.state
+        figures = self.evaluator.measure(self.passes, state.global_step)
+        metrics = {f"eval_{name}": value for name, value in figures.items()}
+        if state.global_step and figures["loss"] < (math.inf if state.best_metric is None else state.best_metric):
+            state.best_metric, state.best_global_step = figures["loss"], state.global_step
+        self.log({f"eval_{name}": figures[name] for name in ("loss", "perplexity", "bits_per_byte")})
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -210,19 +231,25 @@ def _is_ours_alone(checkpoint: Path) -> bool:
 
 
 class RunCheckpoints(Checkpoints):
-    """The checkpoints of a run: the last ones and the best one."""
+    """The checkpoints of a run."""
+
+    without = " (--no-save-at-end trains without keeping the weights)"
 
     def __init__(self, trainer: RunTrainer, optimizer: PagedOptimizer) -> None:
         super().__init__(trainer, optimizer)
         self._run, self._console = trainer, trainer.console
-        self.best: int | None = None
-        """The number of steps before the best evaluation, if its checkpoint is kept."""
-        self.before: Any = lambda: None
-        """Called before each checkpoint."""
+        self.is_required = trainer.config.save_at_end or trainer.config.save_steps > 0
+
+    def begin_run(self) -> None:
+        """Take the intervals from the settings, because the state of a checkpoint has those of before."""
+        state, args = self._run.state, self._run.args
+        state.save_steps, state.eval_steps = args.save_steps, args.eval_steps
+        super().begin_run()
 
     def save(self, write: Any, trial: Any) -> None:
-        """Start a checkpoint."""
-        self.before()
+        """Make figures survive a power loss, then start a checkpoint."""
+        for file in self._run.files.values():
+            file.flush(sync=True)
         super().save(write, trial)
 
     def _record(self) -> dict[str, Any]:
@@ -234,61 +261,21 @@ class RunCheckpoints(Checkpoints):
             "text": batches.rows.tokens.about.fingerprint,
             "samples": batches.samples_before(step),
             SAMPLES_PER_STEP: batches.samples_per_step,
+            EVALUATED: None if self._run.evaluator is None else self._run.evaluator.data,
         }
 
+    def _by_age(self, run: Path) -> list[Path]:
+        return [checkpoint.path for checkpoint in self._run.run_dir.all_checkpoints()]
+
     def _outdated(self, older: list[Path], now: Any) -> list[Path]:
-        if not (keep := self._run.config.save_total_limit):
-            return []
-        steps = {path: int(path.name.rpartition("-")[2]) for path in (*older, now.staged.directory)}
-        last = sorted(steps.values())[-keep:]
-        return [path for path in older if steps[path] not in (*last, self.best) and _is_ours_alone(path)]
-
-    def _check_room(self) -> None:
-        """Raises StorageError if the disk has no room for one checkpoint. Prints a message if it has none for all that
-        the run keeps at a time."""
-        run, config, ranks = self._run, self._run.config, self._mesh.everyone.size
-        steps = config.max_steps - run.done
-        one, copied = self.optimizer.checkpoint_bytes(), self.optimizer.checkpoint_bytes(copied=True)
-
-        def look() -> None:
-            due = 1 + bool(config.saves_by_time)
-            if config.save_steps:
-                due = math.ceil(steps / config.save_steps)
-            # A checkpoint is deleted when the one that replaces it is complete.
-            kept = config.save_total_limit + 1 + (config.evaluates and config.keep_best)
-            most = max(1, (min(due, kept) if config.save_total_limit else due) - len(run.run_dir.all_checkpoints()))
-            lines = steps * LINE_BYTES * (1 + ranks * (ranks > 1))
-            required = config.save_at_end or config.save_steps > 0
-            message = DiskRoom(one=one, copied=copied, most=most, beside=lines, required=required).check(
-                f"The disk of --output-dir {run.run_dir.path}",
-                shutil.disk_usage(run.run_dir.path).free,
-                f"a checkpoint takes {format_bytes(one)}, metrics {format_bytes(lines)}",
-                " (--no-save-at-end trains without keeping the weights)",
-                "--save-total-limit",
-            )
-            if message is not None:
-                say(self._console, message)
-
-        from_first(self._mesh, "the room for checkpoints", look)
+        return [path for path in super()._outdated(older, now) if _is_ours_alone(path)]
 
     def _show_plan(self) -> None:
         """Do nothing: the plan was shown before."""
 
     def _say_how_to_continue(self) -> None:
-        """Do nothing: the end of the run is told with its last checkpoint."""
-
-    def explain(self, name: str) -> str:
-        """The message after a signal: when the run will end, and how."""
-        run = self._run
-        if self._mesh.everyone.rank:
-            return ""
-        step = run.state.global_step
-        if self._pending.retrying is not None:
-            what = f"stops without {run.run_dir.checkpoint(self._pending.retrying)} unless one more try succeeds"
-        elif run.control.should_training_stop:
-            what = f"the steps are done; stops when {run.run_dir.checkpoint(step)} is complete"
-        else:
-            what = f"stops after step {step + 1}{run.until_end()} and saves {run.run_dir.checkpoint(step + 1)}"
-        saved = run.run_dir.all_checkpoints()
-        lost = f"the steps after {saved[-1].path.name}" if saved else "all steps"
-        return f"{name}: {what}. Another signal stops the run at once and loses {lost}"
+        say(
+            self._console,
+            "Interrupted. Continue with: pagoda train --resume-from-checkpoint last --output-dir "
+            f"{self._run.run_dir.path}",
+        )

@@ -22,8 +22,8 @@ OF_A_RUN = {
     "download", "data", "dataset_text_field", "skip_bad", "dataset_config", "dataset_train_split",
     "dataset_test_split", "dataset_revision", "dataset_streaming", "tokenizer", "cache",
     "eval_data", "eval_share", "eval_steps", "max_eval_samples", "early_stopping_patience", "keep_best",
-    "sample_every", "prompt", "sample_tokens", "packing", "num_train_epochs", "config", "report_to", "seed",
-    "output_dir", "resume_from_checkpoint", "save_at_end", "trace_step", "verbose",
+    "packing", "num_train_epochs", "config", "report_to", "seed",
+    "output_dir", "resume_from_checkpoint", "save_at_end", "verbose",
     # Which values states take, not how many.
     "learning_rate", "betas", "eps", "weight_decay", "weight_decay_on", "warmup_steps",
     "lr_scheduler_type", "min_lr_ratio",

@@ -142,31 +142,6 @@ def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.Captu
         assert generated(capsys, *args, "--do-sample", *least) == said, "only the most likely token is left"
 
 
-@pytest.mark.parametrize(
-    ("precision", "data", "flags"),
-    [
-        ("fp32", "texts", ()),
-        ("bf16", "chats", ("--lora-r", "4", "--learning-rate", "0.05")),
-        pytest.param("fp16", "texts", ("--tile-limit", "8KiB"), marks=pytest.mark.slow),
-        pytest.param("bf16", "chats", (), marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_writes_again_what_it_wrote_in_its_last_sample(
-    precision: str, data: str, flags: tuple[str, ...], work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the same precision, with adapters beside the weights, and in a chat if the data were conversations."""
-    source = {"data": work.text} if data == "texts" else {}
-    name, prompt = f"{precision} {data} {len(flags)}", "What is 3"
-    sampled = ("--sample-every", "2", "--sample-tokens", "12", "--prompt", prompt)
-    lr = {"learning_rate": None} if "--learning-rate" in flags else {}
-    work.train(name, *sampled, *flags, max_steps=2, precision=precision, eval_share=0.0, **source, **lr)
-    sample = json.loads((work.root / name / "samples.jsonl").read_text())
-    before = prompt if data == "texts" else ""
-    args = (str(work.root / name), "--prompt", prompt)
-    assert generated(capsys, *args) == (before + sample["greedy"]).strip()
-    assert generated(capsys, *args, "--do-sample", "--seed", "2") == (before + sample["drawn"]).strip()
-
-
 def test_the_checkpoint_and_the_precision_are_said_and_are_true(
     work: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,9 +163,12 @@ def test_the_checkpoint_and_the_precision_are_said_and_are_true(
 def test_a_run_with_adapters_writes_too_and_its_adapter_has_the_tokenizer(
     work: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work.train("adapted", max_steps=1, lora_r=2, eval_share=0.0, learning_rate=None)
+    work.train("chosen", max_steps=1, lora_r=2, eval_share=0.0, learning_rate=None)
     assert "--learning-rate 0.0002: usual for adapters" in capsys.readouterr().out
-    generated(capsys, str(work.root / "adapted"), "--prompt", "What is 5?")
+    work.train("adapted", max_steps=4, lora_r=4, eval_share=0.0, learning_rate=0.05)
+    text = generated(capsys, str(work.root / "adapted"), "--prompt", "What is 5?")
+    assert main(["export", str(work.root / "adapted"), str(tmp_path / "merged"), "--merge"]) == 0
+    assert generated(capsys, str(tmp_path / "merged"), "--prompt", "What is 5?") == text
     assert main(["export", str(work.root / "adapted"), str(tmp_path / "adapter")]) == 0
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names >= {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"}

@@ -38,7 +38,7 @@ def test_only_the_model_must_be_given_and_flags_reach_the_configuration() -> Non
         model="llama-15m", max_steps=20, per_device_train_batch_size=4, max_length=128, output_dir=Path("run")
     )
     flags = "--memory.host 64MiB --memory.page-size 1MiB --betas 0.8 0.9 --lr-scheduler-type constant"
-    flags += " --max-grad-norm 0 --activations keep --trace t.json --trace-step 5"
+    flags += " --max-grad-norm 0 --activations keep --trace t.json"
     assert parsed("--model", "llama-15m", *flags.split()) == TrainConfig(
         model="llama-15m",
         memory=Memory(host="64MiB", page_size="1MiB"),
@@ -47,7 +47,6 @@ def test_only_the_model_must_be_given_and_flags_reach_the_configuration() -> Non
         max_grad_norm=0.0,
         activations="keep",
         trace=Path("t.json"),
-        trace_step=5,
     )
 
 

@@ -17,7 +17,7 @@ from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.metrics import read_metrics
 from tests.cli.workspace import STEPS, Workspace, curve
-from tests.tiny import LLAMA, at_the_first_batch, before_step, with_metrics
+from tests.tiny import LLAMA, at_the_first_batch
 
 LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update"}
 
@@ -45,7 +45,7 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
     saved = json.loads((work.root / "run" / "config.json").read_text())
     assert (saved["max_steps"], saved["memory"]["host"]) == (STEPS, "480KiB")
     names = sorted(entry.name for entry in (work.root / "run").iterdir())
-    written = ["config.json", "data.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    written = ["config.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
     assert names == [f"checkpoint-{STEPS}", *written, "trace.json"]
     shown = capsys.readouterr().out
     assert shown.index("Plan:") < shown.index(f"step 1/{STEPS}")
@@ -83,29 +83,13 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     assert main(work.args("run")) == 128 + signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is handler
     said = capfd.readouterr()
-    first = work.root / "run" / "checkpoint-1"
-    assert f"SIGINT: stops after step 1 and saves {first}. Another signal" in said.err
-    assert "loses all steps" in said.err
-    assert (
-        f"pagoda train --resume-from-checkpoint last --output-dir {work.root / 'run'} --memory.ssd {work.ssd}"
-        in said.out.replace("\n", "")
-    )
+    assert "SIGINT: stops after step 1 and saves it. Another signal stops at once" in said.err
+    assert f"pagoda train --resume-from-checkpoint last --output-dir {work.root / 'run'}" in said.out.replace("\n", "")
     assert [line["step"] for line in work.metrics("run")] == [1]
     assert (work.root / "run" / "checkpoint-1").is_dir()
     names = {"--resume-from-checkpoint": "--resume_from_checkpoint", "--output-dir": "--output_dir"}  # as in Trainer
     assert main([names.get(arg, arg) for arg in work.resuming("run", "--max_steps", "2")]) == 0
     assert [line["step"] for line in work.metrics("run")] == [1, 2]
-
-
-def test_a_signal_is_answered_with_the_time_that_is_left_and_what_a_second_one_loses(
-    work: Workspace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with_metrics(monkeypatch, step_s=70.0)
-    before_step(3, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch)
-    assert main(work.args("run", max_steps=5, save_steps=2)) == 128 + signal.SIGTERM
-    said = capfd.readouterr().err
-    assert re.search(r"SIGTERM: stops after step 3, in about 70 s, and saves \S+checkpoint-3\. ", said)
-    assert "loses the steps after checkpoint-2" in said
 
 
 def test_a_run_that_was_killed_before_the_end_of_its_first_step_begins_with_resume(

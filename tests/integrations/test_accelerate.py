@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import pagoda
 from integrations.tiny_text import memory, model, samples, warmed
-from pagoda.integrations import Paging, seals, states
+from pagoda.integrations import Paging, seals, staging
 from pagoda.integrations.accelerate import Accelerator
 from pagoda.integrations.paging import rule_of
 
@@ -112,8 +112,8 @@ def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, 
     again.skip(3)
     again.accelerator.load_state(str(tmp_path / "state"))
     assert again.steps(3) == rest
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["pagoda-2"]
-    names = {path.name for path in (tmp_path / "state" / "pagoda-2").iterdir()}
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["pagoda"]
+    names = {path.name for path in (tmp_path / "state" / "pagoda").iterdir()}
     assert not names & {"model.safetensors", "optimizer.bin"}, "state is written once"
 
 
@@ -151,7 +151,7 @@ def test_hooks_of_a_program_see_every_model_and_do_not_round_the_state(
     again.accelerator.load_state(str(tmp_path / "state"))
     assert torch.equal(loaded.weight, other.weight)
     assert again.steps(2) == rest
-    save = tmp_path / "state" / "pagoda-1"
+    save = tmp_path / "state" / "pagoda"
     assert load_file(save / "model.safetensors").keys() == {"weight", "bias"}, "only the model that is not in pages"
 
 
@@ -176,7 +176,7 @@ def test_a_process_that_ends_while_it_saves_leaves_one_whole_save(
 
         monkeypatch.setattr(owner, name, copy)
 
-    for owner, name in ((torch, "save"), (seals, "seal"), (states, "remove"), (os, "unlink"), (os, "rmdir")):
+    for owner, name in ((torch, "save"), (seals, "seal"), (staging, "delete"), (os, "unlink"), (os, "rmdir")):
         copied_before(owner, name)
     run.accelerator.save_state(str(state))
     monkeypatch.undo()
@@ -257,7 +257,7 @@ def test_two_models_larger_than_ram_share_a_directory_and_have_state_of_their_ow
     for optimizer in optimizers:
         assert sum(optimizer.optimizer.stats.bytes_moved.values()), "its state is on the SSD"
     accelerator.save_state(str(tmp_path / "state"))
-    assert {path.name for path in (tmp_path / "state" / "pagoda-1").iterdir()} >= {"state", "state_1"}
+    assert {path.name for path in (tmp_path / "state" / "pagoda").iterdir()} >= {"state", "state_1"}
 
 
 def test_a_model_that_is_prepared_again_has_a_new_optimizer_and_is_saved_once(paged: Make, tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pages: Any, 
     assert resumed == whole[4:]
     assert len(resumed) == 2
     last = tmp_path / "ended" / "last.ckpt"
-    assert [path.name for path in last.iterdir()] == ["pagoda-3"], "what was overwritten is deleted"
-    (last / "pagoda-3" / "rest.ckpt").write_bytes(b"")  # a power loss, had it not been synced
+    assert [path.name for path in last.iterdir()] == ["pagoda"], "what was overwritten is deleted"
+    (last / "pagoda" / "rest.ckpt").write_bytes(b"")  # a power loss, had it not been synced
     with (
         pytest.warns(UserWarning, match=r"rest\.ckpt has changed"),
         pytest.raises(pagoda.CheckpointError, match="no complete save"),

@@ -44,7 +44,6 @@ def config_of(model: str, out: Path, count: int = 2, on_ssd: bool = False) -> Tr
         memory=memory,
         save_steps=STEPS,
         trace=out / "trace.json",
-        trace_step=2,
         lr_scheduler_type="constant",
     )
 

@@ -72,9 +72,7 @@ def test_two_stages_have_the_bits_of_one_rank(
     assert "Pipeline: 2 stages, with 2, 1 layers" in shown
     assert "attention ends where a document does" in shown
     assert not silent
-    every = [read_metrics(config.output_dir / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
-    assert [line["loss"] for line in every[0]] == [None, None]
-    assert all(line["grad_norm"] > 2 * 0.05 for lines in every for line in lines)
+    assert all(line["grad_norm"] > 2 * 0.05 for line in read_metrics(RunDir(config.output_dir).metrics))
     goes_on = replace(config, pipeline_parallel=1, max_steps=STEPS, resume_from_checkpoint="last")
     assert started(ranks, 1, tmp_path / "one", goes_on) == [0]
     assert_same(goes_on, alone)
@@ -153,7 +151,6 @@ def test_a_mixture_of_experts_trains_in_stages(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sample_every": 1}, "--sample-every needs a whole model"),
         ({"plan": "search"}, "--plan search is for whole models"),
         ({"lora_r": 2}, "--lora-r adapts whole models"),
     ],

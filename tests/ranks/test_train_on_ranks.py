@@ -55,11 +55,8 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
     assert started(ranks, 1, tmp_path / "one", alone) == [0]
     assert_same(alone, whole)
     mine, rank_group = read_metrics(RunDir(alone.output_dir).metrics), read_metrics(RunDir(whole.output_dir).metrics)
-    own = [read_metrics(whole.output_dir / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
-    for step, (one, two, first, second) in enumerate(zip(mine, rank_group, *own, strict=True)):
+    for step, (one, two) in enumerate(zip(mine, rank_group, strict=True)):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
-        assert two["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-12)
-        assert first["loss"] != second["loss"]
         assert two["bytes_moved"]["collective"] > 0
         assert two["step"] == step + 1
 
@@ -78,8 +75,6 @@ def test_ranks_that_divide_sequences_train_as_one_rank_does(
         one, two = (read_metrics(getattr(RunDir(each.output_dir), kind)) for each in (config, resumed))
         assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
     assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
-    own = [read_metrics(divided.output_dir / f"metrics-rank-{rank}.jsonl") for rank in range(2)]
-    assert own[0][0]["loss"] != own[1][0]["loss"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
@@ -133,20 +128,23 @@ def test_ranks_take_the_plan_that_the_first_finds(
         assert first["options"] == second["options"]
 
 
-def test_ranks_fall_back_together_from_a_damaged_checkpoint(
+def test_ranks_refuse_a_damaged_checkpoint_together_and_go_back_to_another(
     ranks: RankServer, whole: TrainConfig, tmp_path: Path
 ) -> None:
     config = replace(whole, output_dir=tmp_path / "run")
     shutil.copytree(whole.output_dir, config.output_dir)
     last = RunDir(config.output_dir).checkpoint(STEPS)
     flip(last / "pagoda" / "exp_avg_sq.safetensors")
-    assert started(ranks, 2, tmp_path / "c", replace(config, resume_from_checkpoint="last")) == [0, 0]
-    first, second = (torch.load(tmp_path / "c" / f"rank-{rank}.pt") for rank in range(2))
+    assert started(ranks, 2, tmp_path / "c", replace(config, resume_from_checkpoint="last")) == [1, 1]
+    for rank in range(2):
+        assert f"{last.name} cannot be used" in (tmp_path / "c" / f"error-{rank}.txt").read_text()
+    other = replace(config, resume_from_checkpoint=f"checkpoint-{STEPS - 2}")
+    assert started(ranks, 2, tmp_path / "d", other) == [0, 0]
+    first, second = (torch.load(tmp_path / "d" / f"rank-{rank}.pt") for rank in range(2))
     assert first["steps"] == second["steps"] == (STEPS - 1, STEPS)
-    assert first["shown"].count("Falling back to the checkpoint after step 4") == 1
     assert second["shown"] == ""
     assert_same(whole, config)
-    assert last.with_name(f"{last.name}.damaged").is_dir()
+    assert last.with_name(f"{last.name}.later").is_dir()
 
 
 def test_a_directory_in_use_is_refused_on_every_rank(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
@@ -161,7 +159,7 @@ def test_one_rank_goes_on_with_the_steps_of_two_or_says_that_they_are_shorter(
     ranks: RankServer, whole: TrainConfig, tmp_path: Path
 ) -> None:
     for passes, said in (
-        (1, "A step has 2 sequences now, and had 4: --gradient-accumulation-steps 2 keeps them"),
+        (1, "A step has 2 sequences now, and had 4"),
         (2, ""),
     ):
         folder = tmp_path / str(passes)

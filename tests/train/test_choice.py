@@ -15,7 +15,7 @@ from pagoda.optim.rule import DTYPES
 from pagoda.simulate.hardware import Hardware, hardware_file, write_hardware
 from pagoda.simulate.machines import find_machine
 from pagoda.train import TrainConfig
-from pagoda.train.choice import plan_config, precision_hint
+from pagoda.train.choice import plan_config
 from pagoda.train.metrics import read_metrics
 from tests.forecast.machines import SMALL
 from tests.tiny import tiny_run, trained, write_model
@@ -47,19 +47,10 @@ def test_a_run_may_be_resumed_with_another_plan_and_its_bits_stay(config: TrainC
     assert curve(begun) == curve(whole)
 
 
-def test_a_machine_that_has_not_been_measured_takes_the_usual_plan_and_is_told_where_16_bits_are_slow(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for slowdown, precision, told in ((1.1, "bf16", False), (7.4, "fp32", False), (7.4, "bf16", True)):
-        monkeypatch.setattr("pagoda.train.choice.cpu_slowdown", lambda dtype, slowdown=slowdown: slowdown)
-        assert (precision_hint(replace(config, precision=precision)) is not None) == told
+def test_a_machine_that_has_not_been_measured_takes_the_usual_plan(config: TrainConfig) -> None:
     result, shown = trained(config)
     assert result.plan.options.unit_limit is None
     assert "search" not in shown
-    assert "multiplies bf16 matrices 7 times slower" in shown
-    assert "--precision fp32" in shown
-    _, shown = trained(replace(config, max_steps=4, resume_from_checkpoint="last"))
-    assert "--precision" not in shown
     with pytest.raises(ConfigError, match=r"--plan search needs .*pagoda calibrate"):
         trained(replace(config, plan="search", output_dir=config.output_dir / "other"))
     write_hardware(replace(SMALL, ssd=None), hardware_file())

@@ -20,7 +20,7 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.train.data import IGNORED, Batches, Rows
 from pagoda.train.seen import Seen
 from pagoda.train.sources import check_exists, documents, find
-from pagoda.train.tokenizer import ModelTokenizer
+from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import open_tokens
 from tests.text_files import read, text_of, tokenizer, write_lines, write_pretrained
 from tests.tiny import command, tiny_run, trained
@@ -175,7 +175,7 @@ ASKED = [
 def test_a_prompt_with_its_completion_has_the_tokens_and_the_loss_of_trl(tmp_path: Path) -> None:
     """Whole, in a row with others, and without a chat template."""
     write_pretrained(tmp_path / "model", chat_template=None)
-    model = ModelTokenizer(tmp_path / "model")
+    model = Tokenizer(tmp_path / "model")
     tokens = open_tokens(str(write_lines(tmp_path / "a.jsonl", ASKED)), model, tmp_path / "cache")
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(tmp_path / "model"),

@@ -23,7 +23,7 @@ from pagoda.mesh.mesh import open_mesh
 from pagoda.models.build import positions_of
 from pagoda.train import TrainConfig, defaults, run
 from pagoda.train.data import Rows
-from pagoda.train.defaults import completed
+from pagoda.train.defaults import Choices, Estimate, completed
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from pagoda.train.settings_file import read_settings
@@ -211,19 +211,26 @@ def test_advice_against_few_steps_gives_more_of_them(folder: Path) -> None:
     assert "learns little" not in wanted.getvalue(), "the user wants these"
 
 
+def evaluating(asked: TrainConfig, rows: int) -> TrainConfig:
+    """The settings of a run with that many sequences to evaluate on."""
+    choices = Choices(asked)
+    choices.evaluations(rows)
+    return choices.config
+
+
 @pytest.mark.parametrize(("steps", "rows"), [(5, 20), (50, 20), (400, 20), (400, 2000), (10_000, 300)])
 def test_evaluations_take_at_most_a_tenth_of_the_time_of_a_run_that_is_not_tiny(steps: int, rows: int) -> None:
     """A forward and its backward take at least as long as two forwards."""
     for batch, passes in ((1, 1), (4, 2), (16, 1)):
         of_step = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": passes}
         asked = TrainConfig(model="gpt2", max_steps=steps, eval_share=0.5, **of_step)
-        found, _ = defaults._evaluations(asked, 1, rows)
+        found = evaluating(asked, rows)
         evaluations = 1 + math.ceil(steps / found.eval_steps)
         forwards = evaluations * math.ceil(min(found.max_eval_samples, rows) / batch)
         assert forwards <= max(2, 0.2 * steps * passes)
         assert 2 <= evaluations <= 11
         given = replace(asked, eval_steps=3, max_eval_samples=7)
-        assert defaults._evaluations(given, 1, rows) == (given, [])
+        assert evaluating(given, rows) == given
 
 
 def test_each_stage_of_a_pipeline_has_a_micro_batch(folder: Path) -> None:
@@ -256,7 +263,6 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
         ("model: gpt2\nlr: 1\n", "unknown settings: 'lr'"),
         ("model: gpt2\nmemory: {hosts: 1}\n", "unknown settings: 'memory.hosts'"),
         ("model: gpt2\nmemory: 1\n", "has 1 as memory, which is not an object"),
-        ("model: gpt2\nmax_steps: 1\nseed: 1\nmax_steps: 2\n", "has the key 'max_steps' twice"),
         ("model: gpt2\nmax_steps: many\n", "max_steps as 'many', which is a value of the wrong type"),
         ("1: 2\nmax_steps: 3\nsteps: 1\n", "unknown settings: '1', 'steps'"),
         ("model: [\n", "is not YAML"),
@@ -279,11 +285,12 @@ def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monk
     one = estimate_activations(described, 16, 2, "recompute").total
     monkeypatch.setattr(defaults, "free_ram", lambda: 4 * one + (1 << 20))
     asked = TrainConfig(model=str(folder / "random"), max_length=16, memory=Memory(host="1MiB"), precision="bf16")
-    chosen, (why, _) = defaults._batch(asked, 1, 1e9)
-    assert chosen.per_device_train_batch_size == 1, "a second sequence would fit if malloc kept nothing"
-    assert why.endswith("with what malloc keeps")
-    roomy = replace(asked, memory=Memory(host="1MiB", activations=4 * one))
-    assert defaults._batch(roomy, 1, 1e9)[0].per_device_train_batch_size > 1
+    tight, roomy = Choices(asked), Choices(replace(asked, memory=Memory(host="1MiB", activations=4 * one)))
+    for choices in (tight, roomy):
+        choices.batch(1e9)
+    assert tight.config.per_device_train_batch_size == 1, "a second sequence would fit if malloc kept nothing"
+    assert tight.reasons[0].endswith("with what malloc keeps")
+    assert roomy.config.per_device_train_batch_size > 1
 
 
 def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path) -> None:
@@ -299,12 +306,12 @@ def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path)
         asked = TrainConfig(
             model=model, max_length=16, per_device_train_batch_size=batch, memory=memory, precision="bf16"
         )
-        estimate = defaults._Estimate.of_run(asked)
-        chosen, reasons = defaults._with_activations(asked, batch, estimate)
-        assert chosen.activations == ("recompute+offload" if offloads else "recompute")
-        assert bool(reasons) == offloads
-        kept, _ = defaults._with_activations(replace(asked, activations="keep"), batch, estimate)
-        assert kept.activations == "keep"
+        choices, given = Choices(asked), Choices(replace(asked, activations="keep"))
+        for each in (choices, given):
+            each.activations(batch, Estimate.of_run(asked))
+        assert choices.config.activations == ("recompute+offload" if offloads else "recompute")
+        assert bool(choices.reasons) == offloads
+        assert given.config.activations == "keep"
 
 
 def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:

@@ -1,76 +1,45 @@
-"""What settings, files and packages show by themselves is refused before torch is imported."""
+"""What settings, files and packages show by themselves is refused before data are read."""
 
-import json
-import subprocess
-import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.train import early
-from pagoda.train.run_dir import RunDir
-from tests.tiny import tiny_run, trained, write_model, write_text
+from pagoda.memory.lock import Lock
+from pagoda.train import assembly
+from pagoda.train.run_dir import RunDir, locked
+from tests.tiny import command, tiny_run, trained, write_model, write_text
 
 REFUSED = {
-    "--model llama-9b": "Did you mean 'llama-8b'",
-    "--model text": "neither a directory with a config.json nor a GGUF file",
-    "--model org/none": "neither a directory nor in the Hugging Face cache",
-    "--data none": "'none' does not exist",
-    "--eval-data none": "'none' does not exist",
-    "--tokenizer none": "--tokenizer none is not a directory",
     "--memory.ssd none": "SSD directory none cannot be used",
     "--memory.ssd used": "SSD directory used is in use by",
-    "--memory.ssd free --output-dir used": "--output-dir used is in use by another run",
+    "--output-dir used": "--output-dir used is in use by another run",
     "--output-dir old": "--output-dir old already holds a run (config.json, ",
     "--output-dir text": "--output-dir text: text is a file",
-    "--resume-from-checkpoint checkpoint-9 --output-dir old": "old has no checkpoint 'checkpoint-9'",
+    "--tokenizer none": "--tokenizer none is not a directory",
+    "--eval-data none": "'none' does not exist",
     "--report-to wandb": "--report-to wandb needs wandb: pip install wandb",
     "--plan search": "--plan search needs a machine that was measured",
-    "--trace none/file": "--trace none/file cannot be written",
-    "--lora-r 8 --plan search": "leave it out with --lora-r",
-    "--betas 2 3": "--betas is (2.0, 3.0); it must be in",
 }
-"""Flags, the later of which count -> what is said of them."""
-
-RUN = """
-import contextlib, io, json, sys
-from contextlib import closing
-from pathlib import Path
-from pagoda.cli.main import main
-from pagoda.memory.lock import Lock
-from pagoda.train.run_dir import locked
-class Absent:
-    def find_spec(name, *_):
-        if name in ("torch", "wandb"):
-            raise ModuleNotFoundError(f"{name} is imported")
-sys.meta_path.insert(0, Absent)
-with closing(Lock(Path("used"))), locked(Path("used")):
-    for flags in json.load(sys.stdin):
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said):
-            code = main(["train", "--model", "model", "--data", "text", *flags.split()])
-        print(json.dumps([code, said.getvalue()]))
-"""
+"""Flags -> what is said of them."""
 
 
-def test_mistakes_that_need_no_torch_are_refused_before_it_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("flags", REFUSED)
+def test_places_that_cannot_be_used_are_refused_before_data_are_read(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_model(tmp_path / "model")
     write_text(tmp_path / "text")
-    for name in ("used", "free", "old"):
+    for name in ("used", "old"):
         (tmp_path / name).mkdir()
     RunDir(tmp_path / "old").create(tiny_run(tmp_path, output_dir=tmp_path / "old"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    program = [sys.executable, "-c", RUN]
-    done = subprocess.run(program, cwd=tmp_path, input=json.dumps([*REFUSED]), capture_output=True, text=True)
-    assert not done.stderr
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    wrong = [(flags, found) for (flags, why), found in zip(REFUSED.items(), said, strict=True) if why not in found[1]]
-    assert not wrong
-    assert {code for code, _ in said} == {2}
-    assert sorted(path.name for path in (tmp_path / "used").iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pagoda.train.tokens.documents", lambda *_: pytest.fail("nothing is read"))
+    with closing(Lock(Path("used"))), locked(Path("used")):
+        assert command(f"train --model model --data text {flags}") == 2
+    assert REFUSED[flags] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting", ["optim", "quantized", "built in"])
@@ -81,6 +50,6 @@ def test_what_needs_torch_is_refused_before_data_are_read(
     cases = {"optim": {"optim": "muon", "tile_limit": "64KiB"}, "quantized": {"load_in_4bit": True, "lora_r": 2}}
     cases["built in"] = {**cases["quantized"], "model": "llama-15m"}
     monkeypatch.setattr("pagoda.train.tokens.open_tokens", lambda *_: pytest.fail("nothing is read"))
-    monkeypatch.setattr(early, "check_installed", lambda *_: None)
+    monkeypatch.setattr(assembly, "check_installed", lambda *_: None)
     with pytest.raises(ConfigError, match=r"does not work with|is for pretrained weights"):
         trained(tiny_run(tmp_path, max_steps=0, **cases[setting]))

@@ -10,7 +10,7 @@ import torch
 
 from pagoda.mesh.mesh import open_mesh
 from pagoda.train.data import Batches, Rows
-from pagoda.train.evaluate import Evaluator, best_step, since_best
+from pagoda.train.evaluate import Evaluator
 from pagoda.train.tokenizer import ByteTokenizer
 from tests.train.test_data import tokens_of
 
@@ -56,12 +56,5 @@ def test_bits_per_byte_are_of_the_text_that_is_evaluated_and_other_sequences_hav
         Evaluator(Batches(rows=part, batch_size=1), ByteTokenizer(), open_mesh()).measure(passes, 1)
         for part in (rows, *Rows.of(tokens_of(np.arange(32)), 16).held_out(1, 0))
     ]
-    assert [(each.bits_per_byte, each.tokens) for each in found] == [(2.0, 8), (2.0, 15), (2.0, 15)]
-    assert found[1].data != found[2].data
-
-
-def test_a_loss_that_is_not_finite_is_never_the_best_and_patience_counts_from_the_best() -> None:
-    losses = [(0, math.nan), (2, math.nan), (4, 5.0), (6, 4.0), (8, math.inf), (10, math.nan)]
-    assert (best_step(losses), since_best(losses)) == (6, 2)
-    assert (best_step(losses[:2]), since_best(losses[:2])) == (None, 1)
-    assert (best_step([(0, 1.0), (2, 3.0), (4, 3.0)]), since_best([])) == (2, 0)
+    assert [(line["bits_per_byte"], line["tokens"]) for line in found] == [(2.0, 8), (2.0, 15), (2.0, 15)]
+    assert found[1]["data"] != found[2]["data"]

@@ -137,17 +137,14 @@ def test_micro_batches_of_layers_know_where_documents_end(data: str, folder: Pat
     assert trained(tiled)[0] == pytest.approx(trained(plain)[0], rel=1e-5)
 
 
-def test_evaluations_and_samples_change_no_bit_of_the_training(folder: Path, tmp_path: Path) -> None:
+def test_evaluations_change_no_bit_of_the_training(folder: Path, tmp_path: Path) -> None:
     plain = config_of(folder, "texts.jsonl", tmp_path / "plain", memory=on_ssd(tmp_path))
     other = str(folder / "other.jsonl")
-    watched = replace(
-        plain, output_dir=tmp_path / "watched", eval_data=other, eval_steps=2, sample_every=2, sample_tokens=8
-    )
-    losses, evals, shown = trained(watched)
+    watched = replace(plain, output_dir=tmp_path / "watched", eval_data=other, eval_steps=2)
+    losses, evals, _ = trained(watched)
     assert trained(plain)[0] == losses
     assert [line["step"] for line in evals] == [0, 2, 4]
     assert evals[-1]["loss"] < evals[0]["loss"]
-    assert shown.count("greedy: The|") == shown.count("drawn: The|") == 2
 
 
 def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder: Path, tmp_path: Path) -> None:
@@ -168,7 +165,7 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
     assert best in [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()]
     # Losses on other sequences are not compared with those before.
     _, evals, shown = trained(replace(on, max_steps=last + 3, max_eval_samples=1))
-    assert "on other sequences than before, or noted by another version: the best" in shown
+    assert "not on the sequences of before: the best" in shown
     best = min(evals[-2:], key=lambda line: line["loss"])["step"]
     assert RunDir(config.output_dir).named("best").step == best
     assert [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()] == sorted({best, last + 3})
@@ -187,8 +184,7 @@ WRONG = {
     "sequences that are too long": ("--max-length 512", "use --max-length 256 or less"),
     "conversations that are too long": ("--max-length 8 --data {}/chats.jsonl", "use a larger --max-length"),
     "everything held out": ("--eval-share 0.999", "leaves nothing of"),
-    "an interrupted download": ("--model {}/part", "lacks 1 of its 2 files of weights.*run hf download again"),
-    "a gated model": ("--model {}/gated", "downloaded without weights: run hf download again.*accept its terms"),
+    "an interrupted download": ("--model {}/part", "lacks 1 of its 2 files of weights"),
 }
 
 
@@ -202,8 +198,6 @@ def wrongs(folder: Path) -> Path:
     (folder / "part" / "model.safetensors").rename(folder / "part" / files[0])
     index = {"weight_map": dict(zip("ab", files, strict=True))}
     (folder / "part" / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "gated" / ".cache" / "huggingface").mkdir(parents=True)
-    shutil.copy(folder / "model" / "config.json", folder / "gated")
     write_model(folder / "bytes", vocab_size=128)
     (folder / "plain.txt").write_text("plain text " * 90)
     (folder / "accents.txt").write_text("caf\u00e9 " * 90)

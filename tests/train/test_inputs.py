@@ -16,7 +16,7 @@ from pagoda.errors import ConfigError
 from pagoda.mesh.mesh import open_mesh
 from pagoda.train.data import Batches, Rows
 from pagoda.train.inputs import example, keep_apart
-from pagoda.train.tokenizer import ModelTokenizer
+from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import open_tokens
 from tests.text_files import CHATML, chats, tokenizer, write_lines
 from tests.train.test_data import tokens_of
@@ -24,7 +24,7 @@ from tests.train.test_data import tokens_of
 
 def test_an_example_shows_what_the_loss_counts_in_the_first_document_alone(tmp_path: Path) -> None:
     tokenizer(CHATML).save_pretrained(tmp_path)
-    own = ModelTokenizer(tmp_path)
+    own = Tokenizer(tmp_path)
     data = write_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats(3)[1:]])
     rows = Rows.of(open_tokens(str(data), own, tmp_path / "cache"), 512)
     first, *shown = example(rows, own)

@@ -1,7 +1,6 @@
 """One run at a time in a run directory: who holds it, for how long, and what the lock leaves behind."""
 
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,27 +38,6 @@ def test_the_end_of_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path)
         assert not is_free(tmp_path)
     holding.__exit__(None, None, None)
     assert is_free(tmp_path)
-
-
-def test_a_lock_ends_with_the_process_that_took_it_also_where_its_children_live_on(tmp_path: Path) -> None:
-    ready, say_ready = os.pipe()
-    stay, let_go = os.pipe()
-
-    def hold() -> None:
-        with locked(tmp_path):
-            fork(lambda: (os.close(let_go), os.write(say_ready, b"."), os.read(stay, 1)))
-            signal.pause()
-
-    holder = fork(hold)
-    assert os.read(ready, 1) == b"."
-    assert not is_free(tmp_path)
-    os.kill(holder, signal.SIGKILL)
-    assert ended(holder) == -signal.SIGKILL
-    assert (tmp_path / LOCK).exists()
-    assert is_free(tmp_path)
-    os.close(let_go)  # which ends the child's child
-    for descriptor in (ready, say_ready, stay):
-        os.close(descriptor)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""`pagoda report`: the page has what a run or a plan wrote, stands alone, and opens in a browser without errors."""
+"""`pagoda report`: the page has what a run or a plan wrote, and stands alone."""
 
+import html
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +16,6 @@ from pagoda.memory.forms import whole
 from pagoda.memory.sizes import format_bytes
 from pagoda.train.report import report
 from tests.tiny import command, tiny_run, trained, write_model
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +44,12 @@ def test_the_page_has_what_the_run_wrote_and_needs_nothing_else(directory: Path,
     assert f"{lines[0]['loss']:.4f} → {lines[-1]['loss']:.4f}" in page
     assert all(f"{line['loss']:.4f}" in page for line in evals)
     plan = json.loads((directory / "plan.json").read_text())
-    for said in (*plan["reasons"], *(unit["name"] for unit in plan["units"]), "exp_avg", "learning_rate"):
-        assert said.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;") in page
-    homes = [unit["homes"]["weight"] for unit in plan["units"]]
-    assert all(page.count(f'<span class="tier-{tier}"') == homes.count(tier) for tier in ("device", "host", "ssd"))
-    assert page.count("<svg") == page.count('role="img"') == 5
-    written = sum(line["bytes_moved"]["ssd_write"] for line in lines)
-    assert f"{format_bytes(written // 6)} written a step" in page
-    assert "TB that the drives are rated for (assumed: " in page
+    homes = [f"{state} on {tier}" for unit in plan["units"] for state, tier in unit["homes"].items()]
+    for text in (*plan["reasons"], *(unit["name"] for unit in plan["units"]), *homes):
+        assert html.escape(text) in page
+    peak = max(line["peak_bytes"]["ssd"] for line in lines)
+    assert f"<td>{format_bytes(sum(plan['bytes']['ssd'].values()))}</td><td>{format_bytes(peak)}</td>" in page
+    assert page.count("<svg") == page.count('role="img"') == 2
     outside = [part.split('"')[0] for part in page.split('href="')[1:] + page.split('src="')[1:]]
     assert all(target.startswith("#") for target in outside)
 
@@ -75,26 +71,12 @@ def test_lanes_are_drawn_as_predicted_above_as_measured(directory: Path, page: s
     both = drawn(page, "Predicted: 500.0 ms")
     assert both.index(">Predicted") < both.index(">Measured, step 3")
     assert both.count(">compute<") == 2, "the lanes of both"
-    assert '<td class="number">300.0 ms</td>' in page
+    assert "<td>300.0 ms</td>" in page
     assert "Nothing was predicted" not in page
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"plan": "usual"}, "--plan usual takes the planner&#x27;s first choice"),
-        ({"lora_r": 2}, "--lora-r trains adapters"),
-        ({}, "this machine was not measured"),
-    ],
-    ids=["usual", "adapters", "not measured"],
-)
-def test_the_page_says_why_nothing_was_predicted(
-    settings: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    trained(tiny_run(tmp_path, max_steps=1, **settings))
-    assert "Nothing was predicted: " in (found := report(tmp_path / "run"))
-    assert why in found
+def test_the_page_says_why_nothing_was_predicted(page: str) -> None:
+    assert "Nothing was predicted: --plan usual takes the planner&#x27;s first choice." in page
 
 
 def test_a_plan_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +92,7 @@ def test_a_plan_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert command(f"{asked} --memory.device 1MiB --memory.host 1MiB") == 1
     (tmp_path / "tight.json").write_text(capsys.readouterr().out)
-    assert "Fits</th><td>no. " in report(tmp_path / "tight.json")
+    assert "Fits</td><td>no. " in report(tmp_path / "tight.json")
     (tmp_path / "other.json").write_text("{}")
     assert main(["report", str(tmp_path / "other.json")]) == 2
     assert "is not a plan: write one with pagoda plan" in capsys.readouterr().err
@@ -153,26 +135,3 @@ def test_a_file_that_was_changed_is_named(directory: Path, tmp_path: Path) -> No
         (run / name).write_text(text.replace(old, new, 1))
         with pytest.raises(ConfigError, match=rf"{name} was edited or damaged"):
             report(run)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_opens_in_a_browser_without_a_complaint(scheme: str, directory: Path, tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
-    page_file = tmp_path / "report.html"
-    page_file.write_text(report(long_run(directory, tmp_path / "run", 10_000)))
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(color_scheme=scheme, viewport={"width": 1200, "height": 900})
-        said: list[str] = []
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(page_file.as_uri())
-        took_ms = page.evaluate("performance.timing.loadEventEnd - performance.timing.navigationStart")
-        assert not said
-        assert took_ms < 2000
-        back = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.screenshot(path=str(tmp_path / f"{scheme}.png"), full_page=True)
-        browser.close()

@@ -51,32 +51,6 @@ def curve(config: TrainConfig) -> list[tuple[object, ...]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in read_metrics(RunDir(config.output_dir).metrics)]
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "a bit of a tensor": lambda checkpoint: flip(checkpoint / "pagoda" / "exp_avg.safetensors"),
-    "no manifest": lambda checkpoint: (checkpoint / "pagoda" / "manifest.json").unlink(),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_kept_and_the_run_goes_on_from_the_one_before(
-    damage: str, config: TrainConfig, done: TrainConfig
-) -> None:
-    last = RunDir(config.output_dir).checkpoint(4)
-    DAMAGES[damage](last)
-    before = content_of(last)
-    result, shown = trained(config)
-    assert (result.first_step, result.last_step) == (3, 4)
-    assert shown.count("The checkpoint after step 4") == shown.count("Falling back") == 1
-    assert "after step 2: the 2 steps after it run again" in shown
-    assert content_of(last.with_name("checkpoint-4.damaged")) == before
-    assert tensors_of(last) == tensors_of(RunDir(done.output_dir).checkpoint(4))
-    assert curve(config) == curve(done)
-    flip(last / "pagoda" / "weight.safetensors")
-    trained(replace(config, save_steps=1, save_total_limit=2))
-    names = sorted(path.name for path in config.output_dir.glob("checkpoint-*"))
-    assert names == ["checkpoint-3", "checkpoint-4", "checkpoint-4.damaged", "checkpoint-4.damaged2"]
-
-
 def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     config = ssd_config(tmp_path)
     run(config, Console(quiet=True))
@@ -96,22 +70,32 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None
     assert main(["train", "--resume-from-checkpoint", "last", *where]) == 0, "it goes on from the last one again"
 
 
-def test_a_checkpoint_that_is_named_is_used_or_refused(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(RunDir(config.output_dir).checkpoint(2) / "pagoda" / "weight.safetensors")
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a bit of a tensor": lambda checkpoint: flip(checkpoint / "pagoda" / "exp_avg.safetensors"),
+    "no manifest": lambda checkpoint: (checkpoint / "pagoda" / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_with_the_names_of_others(
+    damage: str, config: TrainConfig, done: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = RunDir(config.output_dir).checkpoint(4)
+    DAMAGES[damage](last)
     before = content_of(config.output_dir)
-    for name, message in (("checkpoint-3", "it has checkpoint-2, checkpoint-4"), ("checkpoint-2", "is damaged")):
+    for name, message in (
+        ("last", r"checkpoint-4 cannot be used: .*Its other checkpoints: checkpoint-2\."),
+        ("checkpoint-3", "it has checkpoint-2, checkpoint-4"),
+    ):
         assert main(["train", "--resume-from-checkpoint", name, "--output-dir", str(config.output_dir)]) == 2
-        assert message in capsys.readouterr().err
+        assert re.search(message, capsys.readouterr().err)
     assert content_of(config.output_dir) == before
-
-
-def test_nothing_changes_where_every_checkpoint_is_damaged(config: TrainConfig) -> None:
-    for step in (2, 4):
-        flip(RunDir(config.output_dir).checkpoint(step) / "pagoda" / "weight.safetensors")
-    before = content_of(config.output_dir)
-    with pytest.raises(CheckpointError, match=r"(?s)none of the 2 checkpoints.*step 4.*damaged.*step 2.*damaged"):
-        trained(config)
-    assert content_of(config.output_dir) == before
+    damaged = content_of(last)
+    result, _ = trained(replace(config, resume_from_checkpoint="checkpoint-2"))
+    assert (result.first_step, result.last_step) == (3, 4)
+    assert content_of(last.with_name("checkpoint-4.later")) == damaged
+    assert tensors_of(last) == tensors_of(RunDir(done.output_dir).checkpoint(4))
+    assert curve(config) == curve(done)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it_and_without_any_a_run_begins_anew(
@@ -120,9 +104,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it_and_wit
     run_dir = RunDir(config.output_dir)
     shutil.rmtree(run_dir.checkpoint(4))
     shutil.copytree(run_dir.checkpoint(2), run_dir.checkpoint(3))
-    result, shown = trained(config)
-    assert result.first_step == 3
-    assert "it is the state after step 2, under another name" in shown
+    with pytest.raises(CheckpointError, match="it is the state after step 2, under another name"):
+        trained(config)
     for checkpoint in run_dir.path.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     result, shown = trained(config)
@@ -160,9 +143,10 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     else:
         (second,) = set(pages.parent.glob("commits/*")) - {first}
         second.unlink()
-    result, shown = trained(replace(config, resume_from_checkpoint="last"))
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 cannot be used: .*Its other checkpoints: checkpoint-2\."):
+        trained(replace(config, resume_from_checkpoint="last"))
+    result, _ = trained(replace(config, resume_from_checkpoint="checkpoint-2"))
     assert result.first_step == 3
-    assert "Falling back to the checkpoint after step 2" in shown
     assert curve(config) == curve(whole)
 
 
@@ -206,18 +190,6 @@ def edited(path: Path, old: str, new: str) -> None:
     path.write_text(re.sub(old, new, text))
 
 
-@pytest.mark.parametrize("old", ['"max_steps": 4', r"\s*}\s*$"])
-def test_an_edited_configuration_is_noticed(old: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    """A setting that decides no bits, and the end of the file."""
-    edited(RunDir(config.output_dir).config, old, old[:-1] + "9" if old[-1].isalnum() else "")
-    before = content_of(config.output_dir)
-    assert command(f"train --resume-from-checkpoint last --output-dir {config.output_dir} --max-steps 6") == 2
-    assert str(RunDir(config.output_dir).config) in capsys.readouterr().err
-    assert main(["inspect", "--verify", str(config.output_dir)]) == 1
-    assert f"{RunDir(config.output_dir).config} is not that of the run" in capsys.readouterr().out.replace("\n", "")
-    assert content_of(config.output_dir) == before
-
-
 def test_an_edited_configuration_of_the_model_is_noticed(config: TrainConfig, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(config.model, model)
@@ -233,15 +205,12 @@ def test_an_edited_configuration_of_the_model_is_noticed(config: TrainConfig, tm
 
 
 def test_the_configuration_of_another_run_is_noticed(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--verify", str(config.output_dir)]) == 0
     run_dir = RunDir(config.output_dir)
     run_dir.create(replace(run_dir.started_config(), seed=1))
     before = content_of(config.output_dir)
     capsys.readouterr()
     assert command(f"train --resume-from-checkpoint last --output-dir {config.output_dir} --max-steps 6") == 2
     assert "--seed 1 (the checkpoint has 0)" in capsys.readouterr().err
-    assert main(["inspect", "--verify", str(config.output_dir)]) == 1
-    assert "--seed 0 (it has 1)" in capsys.readouterr().out
     assert content_of(config.output_dir) == before
 
 
@@ -267,7 +236,7 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written_and_r
 
 def test_a_resumed_run_may_divide_a_step_in_another_way_but_not_change_it(config: TrainConfig) -> None:
     for changed, said in (
-        ({"gradient_accumulation_steps": 2}, "4 sequences a step, .* has 2: --gradient-accumulation-steps 1"),
+        ({"gradient_accumulation_steps": 2}, "4 sequences a step, .* has 2"),
         ({"per_device_train_batch_size": 6}, r"6 sequences a step, .* has 2\. Leave out --per-device-train-batch"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -99,15 +99,6 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
         assert first.read_bytes() == second.read_bytes()
 
 
-def test_the_last_checkpoint_is_tried_again_for_a_while(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "RETRY_S", 0.01)
-    config = replace(config, save_steps=0, max_steps=2)
-    fill_disk(2, monkeypatch)
-    _, shown = trained(config)
-    assert shown.count("The state is still in memory") == 1
-    assert checkpoints(config) == [2]
-
-
 def test_a_signal_ends_the_tries_which_are_said_each_minute(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,7 +127,7 @@ def test_a_disk_without_room_is_named_before_the_first_step(
 ) -> None:
     free = [100 << 10]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
-    with pytest.raises(StorageError, match=r"has 100.00 KiB free, and a checkpoint takes .* KiB, metrics 4.00 KiB"):
+    with pytest.raises(StorageError, match=r"has 100.00 KiB free, and a checkpoint takes .* KiB: free space"):
         trained(config)
     assert not config.output_dir.exists()
     free[0] = 600 << 10

@@ -9,7 +9,7 @@ import pytest
 from pagoda.config.reading import DataSettings
 from pagoda.errors import ConfigError
 from pagoda.train.seen import Seen
-from pagoda.train.tokenizer import ModelTokenizer
+from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import open_tokens
 from tests.text_files import CHATML, read, tokenizer, write_lines
 
@@ -77,7 +77,7 @@ def test_every_key_that_nothing_reads_is_reported(tmp_path: Path) -> None:
         {**CHAT, "functions": TOOLS, "tool_calls": TOOLS, "history": [["hi", "yes"]]},
         [USER, {**YES, "end": True}],
     ]
-    tokens = open_tokens(str(write_lines(tmp_path / "a.jsonl", rows)), ModelTokenizer(tmp_path), tmp_path / "cache")
+    tokens = open_tokens(str(write_lines(tmp_path / "a.jsonl", rows)), Tokenizer(tmp_path), tmp_path / "cache")
     ignored = {
         "id": 2, "text": 1, "messages[].name (of role user)": 1, "messages[].end (of role assistant)": 2,
         "input": 1,
@@ -93,7 +93,7 @@ def test_every_key_that_nothing_reads_is_reported(tmp_path: Path) -> None:
 def test_a_key_that_the_template_uses_is_not_reported(tmp_path: Path) -> None:
     tokenizer(CHATML.replace("{{ message.role }}", "{{ message.name or message.role }}")).save_pretrained(tmp_path)
     data = write_lines(tmp_path / "a.jsonl", [{"messages": [{**USER, "name": "Bob"}, YES]}])
-    assert not open_tokens(str(data), ModelTokenizer(tmp_path), tmp_path / "cache").about.seen.ignored
+    assert not open_tokens(str(data), Tokenizer(tmp_path), tmp_path / "cache").about.seen.ignored
 
 
 def test_what_is_left_out_is_counted_with_its_reason_and_the_names_of_unknown_roles(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_is_left_out_is_counted_with_its_reason_and_the_names_of_unknown_ro
         {"messages": [USER, {**YES, "train": 0}]},
         TEXT | {"text": ""},
     ]
-    tokens = open_tokens(str(write_lines(tmp_path / "a.jsonl", rows)), ModelTokenizer(tmp_path), tmp_path / "cache")
+    tokens = open_tokens(str(write_lines(tmp_path / "a.jsonl", rows)), Tokenizer(tmp_path), tmp_path / "cache")
     lines = "\n".join(tokens.about.seen.lines())
     assert "Left out 4 records: its weight says so" in lines
     assert "line 4; ...)" in lines
@@ -127,7 +127,7 @@ def test_records_that_cannot_be_read_are_left_out_on_request_with_their_lines(tm
     lines = [*BAD, json.dumps(CHAT).encode(), json.dumps({"messages": [YES]}).encode(), b"\xff"]
     data = tmp_path / "a.jsonl"
     data.write_bytes(b"\n".join(lines))
-    model = ModelTokenizer(tmp_path)
+    model = Tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="line 1: not JSON"):
         open_tokens(str(data), model, tmp_path / "cache")
     tokens = open_tokens(str(data), model, tmp_path / "cache", DataSettings(skip_bad=True))
