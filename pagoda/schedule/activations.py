@@ -31,8 +31,7 @@ class Activation:
 
 
 class GraphActivations(Generic[AnyTransfer]):
-    """Decides about the offloaded activations of one graph, and lives as long as the graph. Its methods are events of
-    compute."""
+    """Decides about the offloaded activations of one graph. Its methods are events of compute."""
 
     def __init__(
         self,
@@ -49,8 +48,6 @@ class GraphActivations(Generic[AnyTransfer]):
         self._saved: list[Activation] = []
         """In the order of forward, without those at the end that are over."""
         self._largest = 0
-        self.in_backward = False
-        """Whether backward has begun."""
 
     @property
     def window(self) -> int:
@@ -75,7 +72,6 @@ class GraphActivations(Generic[AnyTransfer]):
 
     def begin_backward(self) -> None:
         """Backward uses something of the graph."""
-        self.in_backward = True
         while self._saved and self._saved[-1].over:
             self._saved.pop()
         room = self.window

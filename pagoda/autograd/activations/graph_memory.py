@@ -11,7 +11,7 @@ import torch
 from pagoda.autograd.accesses import Accesses
 from pagoda.autograd.activations.blocks import ModelBlock, without_cache
 from pagoda.autograd.activations.forward_trace import ForwardTrace
-from pagoda.autograd.activations.offload import Graph, Offloader, begin_backward
+from pagoda.autograd.activations.offload import Graph, Offloader
 from pagoda.autograd.activations.packing import Packing
 from pagoda.autograd.activations.partition import Partitioner
 from pagoda.autograd.activations.places import follow_plan, open_places
@@ -150,7 +150,7 @@ class GraphMemory:
             graph = self.packing.graph
 
             def repeat(*args: Any, **kwargs: Any) -> Any:
-                begin_backward(graph)
+                graph.begin_backward()
                 return again(*args, **kwargs)
 
             return run_recomputed(block, forward, repeat, (args, kwargs), self.packing, account.save)

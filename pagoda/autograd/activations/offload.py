@@ -20,14 +20,19 @@ from pagoda.runtime.meter import StepMeter
 from pagoda.schedule.activations import Activation, GraphActivations
 from pagoda.schedule.waits import InFlight
 
-Graph = GraphActivations[Handle]
-"""The graph of one forward of the model."""
 
+@dataclass(eq=False)
+class Graph:
+    """Lives as long as the graph of a forward of the model. Transfers may keep its activations for longer."""
 
-def begin_backward(graph: Graph) -> None:
-    """Backward uses a graph."""
-    if not graph.in_backward:
-        held_back(graph.begin_backward)
+    activations: GraphActivations[Handle]
+    in_backward: bool = False
+
+    def begin_backward(self) -> None:
+        """Backward uses the graph."""
+        if not self.in_backward:
+            self.in_backward = True
+            held_back(self.activations.begin_backward)
 
 
 @dataclass(eq=False, slots=True)
@@ -36,8 +41,8 @@ class OffloadedStorage(AbsentStorage):
     transfers."""
 
     _offloader: "Offloader"
-    graph: Graph
-    """The first that saved it."""
+    graph: GraphActivations[Handle]
+    """Those of the first graph that saved it."""
     activation: Activation
     place: Place
     pieces: Pieces
@@ -90,14 +95,16 @@ class Offloader:
 
     def new_graph(self) -> Graph:
         """The graph of a forward that begins."""
-        return Graph(self._leaving, self._write, self._keep_or_read)
+        return Graph(GraphActivations(self._leaving, self._write, self._keep_or_read))
 
     def offload(self, tensor: torch.Tensor, storage: SavedStorage, graph: Graph) -> OffloadedStorage | None:
         """Start to offload the storage of a tensor, which `graph` saves, if it is not offloaded yet. Returns None if it
         has to stay."""
-        return held_back(self._offload, tensor, storage, graph)
+        return held_back(self._offload, tensor, storage, graph.activations)
 
-    def _offload(self, tensor: torch.Tensor, storage: SavedStorage, graph: Graph) -> OffloadedStorage | None:
+    def _offload(
+        self, tensor: torch.Tensor, storage: SavedStorage, graph: GraphActivations[Handle]
+    ) -> OffloadedStorage | None:
         if tensor.device != self._device.torch_device or not storage.may_leave(tensor, self._least_bytes):
             return None
         offloaded = storage.absent(OffloadedStorage, tensor._version)

@@ -13,7 +13,7 @@ from torch import nn
 
 from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.activations.blocks import ModelBlock
-from pagoda.autograd.activations.offload import Graph, Offloader, begin_backward
+from pagoda.autograd.activations.offload import Graph, Offloader
 from pagoda.autograd.activations.partition import Partitioner
 from pagoda.autograd.activations.saved import (
     Check,
@@ -62,7 +62,7 @@ class WeightReference:
 
     def unpack(self) -> torch.Tensor:
         """Lease the weight again. Raises UsageError if the weight was updated in the meantime."""
-        begin_backward(self._graph)
+        self._graph.begin_backward()
         unit = self._unit
         edition = self._accesses.edition(unit)
         if edition != self._version:
@@ -392,7 +392,7 @@ class Packing:
         return _Checked(held, unchanged(tensor)) if checks and reference is None and _plain(tensor) else held
 
     def _unpack(self, graph: Graph, packed: Packed) -> torch.Tensor:
-        begin_backward(graph)
+        graph.begin_backward()
         self._pack_in_backward()
         return packed()
 
