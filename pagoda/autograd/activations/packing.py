@@ -413,6 +413,7 @@ class Packing:
     def _reference(self, tensor: torch.Tensor) -> WeightReference | ComputedReference | None:
         """The reference to a leased weight or to what is computed from weights, or None for another tensor. Raises
         UsageError for a weight without a lease."""
+        self._accesses.computing()  # a module may have changed the stream since its forward began
         mine = local(tensor)
         if not (_plain(mine) or isinstance(mine, nn.Parameter)):
             return None
