@@ -299,6 +299,33 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_interrupts.py",
         ),
     },
+    "schedule/activations.py": {
+        "an activation leaves that backward has asked for": (
+            "        if not activation.wanted:\n            self._leaving",
+            "        if True:\n            self._leaving",
+            "schedule/test_activations.py",
+        ),
+        "an activation is brought back twice": (
+            "            activation.wanted = True",
+            "            pass",
+            "schedule/test_activations.py",
+        ),
+        "all that a graph has saved is read ahead": (
+            "                room -= activation.nbytes",
+            "                pass",
+            "schedule/test_activations.py",
+        ),
+        "what backward does not use any more is read ahead": (
+            "            if not activation.over:",
+            "            if True:",
+            "schedule/test_activations.py",
+        ),
+        "nothing is read ahead while backward goes on": (
+            "        activation.over = True\n        self.begin_backward()",
+            "        activation.over = True",
+            "schedule/test_activations.py",
+        ),
+    },
     "schedule/waits.py": {
         "bytes on their way are not bounded": (
             "or self._added - self._taken > most):",

@@ -42,7 +42,7 @@ def test_placements_on_a_gpu_give_the_same_bits_without_a_race_and_a_step_waits_
     others = (
         "second_placement and poison and drive or sees or one_without_a_race and 3 or refused or "
         "whatever_stream or first_did_not and both or peak_memory or waits_for_no_copy and (ssd or both) or "
-        "by_torch_alone and (sign or row)"
+        "by_torch_alone and (sign or row) or read_on_a_stream"
     )
     rules = "share_buffers or asynchronous and home and 2 or adafactor and both"
     assert "passed" in gpu_tests(f"{placements} or {others} or {rules}")

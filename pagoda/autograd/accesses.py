@@ -189,12 +189,19 @@ class Accesses:
 
     @event
     def _begin(self, unit: LiveUnit, phase: Phase) -> LeasedWeights:
-        if not self._uses[phase][unit.index]:
+        self.computing()
+        if self._uses[phase][unit.index]:
+            self._wait_on_stream(unit)
+        else:
             self._access(unit, phase)
         lease = self._leases.of(unit)
         assert lease is not None, "a unit in use keeps its lease"
         self._uses[phase][unit.index] += 1
         return lease
+
+    def computing(self) -> None:
+        """Compute uses weights on the current stream. Frames are overwritten only behind what it has queued there."""
+        self._device.computing()
 
     def take_changes(self) -> None:
         """Before a forward, a step or a checkpoint: take what the user has changed outside of pages."""
@@ -253,7 +260,6 @@ class Accesses:
 
     def _access(self, unit: LiveUnit, phase: Phase) -> None:
         """Tell the scheduler about the first of overlapping uses of a unit, and wait until compute can read it."""
-        self._device.computing()
         unit.fetch_error = None
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
@@ -264,9 +270,7 @@ class Accesses:
         try:
             if not self._scheduler.ready(unit.index):
                 self._wait(unit)
-            lease = self._leases.of(unit)
-            if lease is not None and lease.ready is not None and not lease.ready.succeeded:
-                self._device.wait_for(self.compute_lock.waiting(lease.ready.wait_until_issued))
+            self._wait_on_stream(unit)
         except BaseException:
             self.tell(self._scheduler.release, unit.index)
             raise
@@ -278,6 +282,12 @@ class Accesses:
         if (recorder := self.meter.recorder) is not None:
             recorder.access(f"{phase.name.lower()} {unit.spec.name}")
             recorder.leased(self._scheduler.usage.frames * self.plan.page_bytes)
+
+    def _wait_on_stream(self, unit: LiveUnit) -> None:
+        """Let the current stream wait for a unit's weights."""
+        lease = self._leases.of(unit)
+        if lease is not None and lease.ready is not None and not lease.ready.succeeded:
+            self._device.wait_for(self.compute_lock.waiting(lease.ready.wait_until_issued))
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
         """A router has chosen experts. `units` are their units, in the order in which they will run."""

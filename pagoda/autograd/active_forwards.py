@@ -97,6 +97,7 @@ class ActiveForwards:
                 "call it after the block, or under torch.no_grad()."
             )
         if self._resident.issuperset(units) and self.runs_here and self._packing.is_innermost:
+            self._accesses.computing()
             return call(*args, **kwargs)  # what it uses is leased for the forward around it
         return self._run_alone(units, call, *args, **kwargs)
 

@@ -7,7 +7,6 @@ from pagoda.forecast.config import SizedRun
 from pagoda.forecast.model_description import ModelDescription, Widths
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import (
-    BUFFERED,
     LEAST_OFFLOADED_BYTES,
     ActivationPlan,
     BlockSizes,
@@ -15,6 +14,7 @@ from pagoda.plan.activations import (
     StepSizes,
     Storages,
     recomputes,
+    window_of,
 )
 from pagoda.plan.units import ModuleSpec, layers_of
 from pagoda.prepare.documents import mask_bytes
@@ -136,7 +136,7 @@ def estimate_activations(
         working += itemsize * piece * (_NORM_TENSORS * described.hidden + _FFN_TENSORS * ffn)
     largest, tied, of_layer = _gradients(described.root, whole_layers=piece < tokens)
     return ActivationEstimate(
-        saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
+        saved=min(saved, 2 * window_of(tensor)) if offloads else saved,
         offloaded=saved if offloads else 0,
         working=working,
         logits=2 * block.inputs.nbytes + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,

@@ -53,7 +53,7 @@ def resolve_auto(
         return first, (*_said_of_tiles(config, first), *[said] * offloads)
     closed["auto"] = replace(closed["recompute"], activations="auto")
     seconds = {mode: _step_s(each, machine, described) for mode, each in closed.items()}
-    best = min(closed, key=lambda mode: seconds[mode])
+    best = min(closed, key=lambda mode: round(seconds[mode], 9))  # the first of those that are equal but for rounding
     if seconds[best] == inf:
         return closed["recompute"], ("activations: recompute; no policy fits.",)
     beside = ", ".join(

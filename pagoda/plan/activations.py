@@ -16,7 +16,7 @@ from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 LEAST_OFFLOADED_BYTES = 64 << 10
 """Smaller storages are not offloaded, unless the plan's pages are smaller. In RAM, pages of offloaded ones have this
 size."""
-BUFFERED = 2
+_BUFFERED = 2
 """Number of storages on their way at once in each direction: one moves while the next is made or used."""
 _OPERANDS = 2
 """Number of storages that one operator uses at once."""
@@ -36,6 +36,12 @@ _SHARE_OF_LANES = 0.5
 def recomputes(mode: ActivationMode | None) -> bool:
     """Whether blocks may be recomputed in backward. None is the default, which is one of two modes that do."""
     return mode in (None, "recompute", "recompute+offload", "auto")
+
+
+def window_of(largest: int) -> int:
+    """Most bytes of offloaded storages that are on their way out at once, or back before they are used, if the largest
+    has so many bytes."""
+    return _BUFFERED * largest
 
 
 class Policy(StrEnum):
@@ -116,13 +122,17 @@ class BlockSizes:
         """Bytes of pages on other tiers between forward and backward."""
         return sum(part.paged for part in self.saved(policy)) if policy.offloads else 0
 
+    def largest(self, policy: Policy) -> int:
+        """Bytes of the largest storage that can be offloaded."""
+        return max(part.largest for part in self.saved(policy))
+
     def in_flight(self, policy: Policy) -> int:
         """Bytes in compute's memory for offloading: storages on their way, and those that the next operator of backward
         uses. A recomputed block already counts its inputs."""
         if not policy.offloads:
             return 0
-        storages = BUFFERED if policy.recomputes else BUFFERED + _OPERANDS
-        return storages * max(part.largest for part in self.saved(policy))
+        largest = self.largest(policy)
+        return window_of(largest) + (0 if policy.recomputes else _OPERANDS * largest)
 
     def extra(self, policy: Policy) -> int:
         """Bytes that the block's own backward has in memory in addition to `kept`."""
@@ -184,7 +194,7 @@ class ActivationBytes:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes of activations that leave during one use of a unit in forward, and come back in its backward."""
+    """A storage that forward saves and offloads during one use of a unit, and that is used in its backward."""
 
     use: int
     tier: str
@@ -200,7 +210,7 @@ class ActivationPlan:
     sizes: StepSizes = StepSizes((), (0,))
     """The sizes that it was made for. Without blocks before a step or an estimate has shown them."""
     moves: tuple[Move, ...] = ()
-    """What is offloaded when, in a forecast. A run offloads each storage when it is saved."""
+    """What is offloaded, in a forecast, in the order of forward. All storages of a block count as equally large."""
 
     def __str__(self) -> str:
         counts = {policy: self.policies.count(policy) for policy in Policy if policy in self.policies}
@@ -358,16 +368,17 @@ def plan_activations(
     moves = []
     left = room[HOST]
     blocks = zip(saved.sizes.blocks, saved.policies, _uses_of_blocks(root, uses), strict=True)
-    for block, policy, at in blocks:
+    for block, policy, inside in blocks:
         away = block.away(policy)
         host = min(away, left)
         left -= host
-        for index, use in enumerate(at):
-            for tier, total in ((HOST, host), (SSD, away - host)):
-                nbytes = total * (index + 1) // len(at) - total * index // len(at)  # as evenly as can be
-                if nbytes:
-                    moves.append(Move(use, tier, nbytes))
-    return replace(saved, peak=peak, moves=tuple(moves))
+        at = inside[-1:] if policy.recomputes else inside  # backward recomputes a block before it uses its units
+        for tier, total in ((HOST, host), (SSD, away - host)):
+            count = max(1, round(total / block.largest(policy))) if total else 0
+            for index in range(count):
+                nbytes = total * (index + 1) // count - total * index // count  # as evenly as can be
+                moves.append(Move(at[index * len(at) // count], tier, nbytes))
+    return replace(saved, peak=peak, moves=tuple(sorted(moves, key=lambda move: move.use)))
 
 
 def _uses_of_blocks(root: ModuleSpec, uses: Sequence[Use]) -> list[tuple[int, ...]]:

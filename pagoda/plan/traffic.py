@@ -94,8 +94,8 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
 
 
 def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
-    """tick -> (lane, bytes) of the activations that leave during an access of forward, or must be back for an access of
-    backward; in the order of ticks."""
+    """tick -> (lane, bytes) of each activation that leaves during an access of forward, or is used during an access of
+    backward, where the last is used first."""
     moves = plan.activations.moves
     at: dict[int, list[tuple[str, int]]] = {}
     accesses = enumerate(plan.trace.accesses[:-1])
@@ -107,7 +107,7 @@ def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
             out, back = OFFLOAD_LANES[move.tier]
             at.setdefault(forward[move.use], []).append((out, move.nbytes))
             at.setdefault(backward[-1 - move.use], []).append((back, move.nbytes))
-    return dict(sorted(at.items()))
+    return at
 
 
 def exchanges_at(plan: Plan) -> Mapping[int, Sequence[Exchange]]:

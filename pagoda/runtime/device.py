@@ -120,10 +120,10 @@ class Device:
         """Compile the device's own kernels, for gradients kept in `gradient`, so that no step waits for that."""
 
     def computing(self) -> None:
-        """The compute thread calls this from time to time, because its current stream may have changed."""
+        """The compute thread uses weights or saves activations, on what is its current stream now."""
 
     def fence(self) -> Event:
-        """The point that compute's queue has reached, on the stream of the latest call of `computing`."""
+        """The point that compute's queue has reached, on every stream on which `computing` was called."""
         return PAST
 
     def wait_for(self, event: Event) -> None:
@@ -131,7 +131,7 @@ class Device:
 
     def as_compute(self) -> AbstractContextManager[object]:
         """For any thread. Work queued inside goes into compute's queue, on the stream of the latest call of
-        `computing`."""
+        `computing`, behind what its other streams have reached."""
         return nullcontext()
 
     def beside_compute(self) -> AbstractContextManager[object]:
@@ -209,6 +209,10 @@ class CudaDevice(Device):
         )
         self._compute = torch.cuda.current_stream(device)
         """The stream that compute used last, as far as is known."""
+        self._used: tuple[torch.cuda.Stream, ...] = (self._compute,)
+        """All streams that compute has used."""
+        self._joined = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        """Only waits for all of these, if there are several."""
         self._arriving = [Arrival((), tuple)] * _ARRIVING
         """Gradients on their way, by the row of `_sums` and `_landed_sums` that they use."""
         self._turn = 0
@@ -242,16 +246,22 @@ class CudaDevice(Device):
 
     def computing(self) -> None:
         self._compute = torch.cuda.current_stream(self.torch_device)
+        if self._compute not in self._used:
+            self._used = (*self._used, self._compute)
 
     def fence(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._compute)
+        used, event = self._used, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        for stream in used if len(used) > 1 else ():
+            self._joined.wait_stream(stream)
+        event.record(self._joined if len(used) > 1 else used[0])
         return event
 
     def wait_for(self, event: Event) -> None:
         self._behind(torch.cuda.current_stream(self.torch_device), event)
 
     def as_compute(self) -> AbstractContextManager[object]:
+        if len(self._used) > 1:
+            self._behind(self._compute, self.fence())
         return torch.cuda.stream(self._compute)
 
     def beside_compute(self) -> AbstractContextManager[object]:

@@ -23,6 +23,7 @@ only the parts before it:
                     CONFIRM, SHARE, READ_AHEAD
     staleness.py     which steps see asynchronous updates
 
+`activations.py`, which is no part of the scheduler, decides when offloaded activations leave and come back.
 `records.py` has what they know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It passes
 each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now ("pump").
 State changes only in events. Whether a tensor still refers to a lease is known only to the executor, so an operation

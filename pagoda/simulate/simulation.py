@@ -6,12 +6,11 @@ saved, and no graph holds a lease that must make room. Between two events, every
 or its share of a common resource (the SSD's two directions, the link's, RAM, and the CPU if it computes).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import fmean
 
-from pagoda.plan.activations import BUFFERED
+from pagoda.plan.activations import OFFLOAD_LANES
 from pagoda.plan.exchanges import ROWS, Exchange
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import LANES, LaneName
@@ -19,11 +18,12 @@ from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
 from pagoda.process import without_garbage_collection
+from pagoda.schedule.activations import Activation, GraphActivations
 from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.served import Served
-from pagoda.schedule.waits import charged
+from pagoda.schedule.waits import InFlight, charged
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
@@ -40,6 +40,8 @@ _STEADY = 1e-4
 """Relative difference below which two steps count as equally long."""
 _LATE_STEPS = 4
 """With asynchronous updates: number of measured steps, after half as many to warm up."""
+_BACK = dict(OFFLOAD_LANES.values())
+"""The lane on which activations leave -> the lane on which they come back."""
 _IN_BACKWARD = 0.75
 """Share of a parameter's bookkeeping that happens in backward, where its lease is asked for again and its gradient
 arrives."""
@@ -167,9 +169,8 @@ class Simulation:
             self._use(access)
             for exchange in self._exchanges.get(tick, ()):
                 self._wait_for(self._exchange(access, exchange))
-            self._activations.begin(tick)
-            self._compute(self._compute_at[tick])
-            self._activations.end(tick)
+            for part in self._activations.during(tick, self._compute_at[tick]):
+                self._compute(part)
             for gradient in self._gradients.get(tick, ()):
                 self._make(gradient)
         for work in self._compute_in_step:
@@ -271,45 +272,61 @@ def _has_arrived(lease: Lease) -> bool:
 
 
 class SimulatedActivations:
-    """Moves the activations that a plan offloads. They leave while forward computes them, and come back one access
-    ahead of backward. Compute makes and uses their bytes gradually during an access."""
+    """The activations that a plan offloads. During an access, compute saves or uses them one after another."""
 
-    def __init__(self, plan: Plan, lanes: SimulatedLanes, wait: Callable[[Task], None]) -> None:
-        """`wait` makes compute wait for a task."""
+    def __init__(self, plan: Plan, lanes: SimulatedLanes, wait_for: Callable[[Task], None]) -> None:
+        """`wait_for` makes compute wait for a task."""
         self._at = activations_at(plan)
+        self._in_backward = [access.phase is Phase.BACKWARD for access in plan.trace.accesses]
         self._lanes = lanes
-        self._wait = wait
-        self._returns = {tick for tick in self._at if plan.trace.accesses[tick].phase is Phase.BACKWARD}
-        self._following = {tick: later for tick, later in pairwise(self._at) if {tick, later} <= self._returns}
-        """tick of returns -> the next such tick of the same pass"""
-        blocks = plan.activations.sizes.blocks
-        self._window = BUFFERED * max((part.largest for b in blocks for part in (b.inputs, b.inner)), default=0)
-        """Bytes by which compute may be ahead of the transfers."""
-        self._leaving: list[Task] = []
-        self._coming: dict[int, list[Task]] = {}
+        self._wait_for = wait_for
+        self._leaving = InFlight[Task]()
+        self._tasks: dict[Activation, Task] = {}
+        """What moves each activation, out or back."""
+        self._saved: list[Activation] = []
+        """The activations that backward has not used."""
+        self._graph = self._new_graph()
 
-    def begin(self, tick: int) -> None:
-        """Compute begins an access. The activations that it saves start to leave, and those that it needs must be
-        there."""
-        if tick not in self._at:
-            return
-        if tick not in self._returns:
-            self._leaving += self._moved(tick, "save activation", [])
-            return
-        for coming in (tick, self._following.get(tick)):
-            if coming is not None and coming not in self._coming:
-                leaving = [task for task in self._leaving if not task.done]
-                self._coming[coming] = self._moved(coming, "return activation", leaving)
-        for task in self._coming.pop(tick):
-            self._wait(task)
+    def during(self, tick: int, work: Work) -> Iterator[Work]:
+        """The compute of an access, in as many parts as it saves or uses activations."""
+        moves, backward = self._at.get(tick, ()), self._in_backward[tick]
+        if backward:
+            self._graph.begin_backward()
+        parts = len(moves) or 1
+        part = replace(work, seconds=work.seconds / parts, python_s=work.python_s / parts) if parts > 1 else work
+        for lane, nbytes in moves:
+            if backward:
+                self._use(self._saved.pop())
+            yield part
+            if not backward:
+                self._save(Activation(nbytes, payload=lane))
+        if not moves:
+            yield work
 
-    def end(self, tick: int) -> None:
-        """Compute ends an access. Most of what it saved must have left."""
-        if tick in self._at:
-            self._leaving = [task for task in self._leaving if not task.done]
-            while sum(task.work.nbytes for task in self._leaving) > self._window:
-                self._wait(self._leaving.pop(0))
+    def _new_graph(self) -> GraphActivations[Task]:
+        return GraphActivations(self._leaving, self._offload, self._bring_back)
 
-    def _moved(self, tick: int, name: str, after: list[Task]) -> list[Task]:
-        lanes = self._lanes
-        return [lanes.submit(lanes.move(lane, name, nbytes), after) for lane, nbytes in self._at[tick]]
+    def _save(self, activation: Activation) -> None:
+        if not self._saved:
+            self._graph = self._new_graph()
+        self._saved.append(activation)
+        self._graph.save(activation)
+        self._graph.leave(activation)
+        for task in self._leaving.over(self._graph.window):
+            self._wait_for(task)
+
+    def _use(self, activation: Activation) -> None:
+        self._graph.use(activation)
+        if (task := self._tasks.pop(activation, None)) is not None:
+            self._wait_for(task)
+
+    def _offload(self, activation: Activation) -> Task:
+        return self._move(activation, activation.payload, "save activation")
+
+    def _bring_back(self, activation: Activation) -> None:
+        if self._tasks.pop(activation).done:
+            self._move(activation, _BACK[activation.payload], "return activation")
+
+    def _move(self, activation: Activation, lane: str, name: str) -> Task:
+        task = self._tasks[activation] = self._lanes.submit(self._lanes.move(lane, name, activation.nbytes))
+        return task

@@ -218,6 +218,24 @@ def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None
     optimizer.close()
 
 
+def test_a_backward_reads_back_nothing_of_a_later_forward() -> None:
+    """In a pipeline, backwards run in the order of their forwards."""
+    memory = pagoda.Memory(host="64MiB", device="cpu:8MiB", page_size=PAGE)
+    model, optimizer = pagoda.wrap(llama().train(), pagoda.AdamW(), memory=memory, activations="offload")
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    with optimizer:
+        optimizer.trace_next_step()
+        first, later = (model(input_ids=ids, labels=ids).loss for _ in range(2))
+        first.backward()
+        optimizer.step()
+        assert not later.isnan()
+        assert optimizer.timeline is not None
+        spans = [span for span in optimizer.timeline.spans if span.name == "return activation"]
+        blocks = pagoda.plan_of(model).activations.sizes.blocks
+    of_one = sum(part.movable for block in blocks for part in block.saved(Policy.OFFLOAD))
+    assert 0 < sum(span.nbytes for span in spans) <= of_one
+
+
 class Halves(nn.Module):
     """Each of its blocks is in a checkpoint of its own."""
 

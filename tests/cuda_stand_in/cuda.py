@@ -50,8 +50,19 @@ def _torch_cuda(native: ModuleType) -> dict[str, Any]:
         def __init__(self, device: object = None, *, number: int | None = None) -> None:
             self.number = native.new_stream() if number is None else number
 
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.number == self.number
+
+        def __hash__(self) -> int:
+            return self.number
+
         def wait_event(self, event: "Event") -> None:
             native.stream_waits(self.number, event.number)
+
+        def wait_stream(self, other: "Stream") -> None:
+            event = Event()
+            event.record(other)
+            self.wait_event(event)
 
         def synchronize(self) -> None:
             native.wait_for_stream(self.number)

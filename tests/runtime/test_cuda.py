@@ -240,6 +240,58 @@ def test_while_all_weights_are_resident_forwards_have_the_same_bits(placement: s
     optimizer.close()
 
 
+class Pair(nn.Module):
+    """Two layers side by side, the second on a stream of its own."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        self.here, self.beside = nn.Linear(128, 128), nn.Linear(128, 128)
+        self.scale = nn.Parameter(torch.eye(128)) if function else None
+
+    def forward(self, here: torch.Tensor, beside: torch.Tensor, stream: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.scale is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            beside = torch.tanh(self.beside(beside) if self.scale is None else beside @ self.scale)
+        return torch.tanh(self.here(here)), beside
+
+
+class Branches(nn.Module):
+    """Its pairs make two branches, which are joined at the end."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(Pair(function) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        made = [(x, x)]  # kept until the streams are joined
+        side.wait_stream(main)
+        for pair in self.pairs:
+            made.append(pair(*made[-1], side))
+        main.wait_stream(side)
+        return sum(made[-1]).square().mean()
+
+
+@pytest.mark.parametrize("unit", ["layer", "pair", "function"])
+def test_weights_that_are_read_on_a_stream_of_their_own_are_not_overwritten_meanwhile(unit: str) -> None:
+    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        for _ in range(3):
+            loss = model(torch.ones(4, 128, device="cuda"))
+            loss.backward()
+            outcome.losses.append(loss.item())
+            take_step(optimizer, outcome)
+
+    outcomes = []
+    for device in ("64MiB", "640KiB"):
+        torch.manual_seed(0)
+        memory = pagoda.Memory(
+            device=device, host="64MiB", page_size=4096, unit_limit="80KiB" if unit == "layer" else "240KiB"
+        )
+        outcomes.append(run(Branches(unit == "function"), memory, loop, precision="fp32"))
+    outcomes[1].assert_same_bits(outcomes[0])
+
+
 def test_a_gpu_without_room_is_refused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with pytest.raises(pagoda.BudgetError, match=r"memory\.device"):

@@ -11,12 +11,12 @@ import torch
 from pagoda.autograd.accesses import Accesses
 from pagoda.autograd.activations.blocks import ModelBlock, without_cache
 from pagoda.autograd.activations.forward_trace import ForwardTrace
-from pagoda.autograd.activations.offload import Offloader
+from pagoda.autograd.activations.offload import Graph, Offloader
 from pagoda.autograd.activations.packing import Packing
 from pagoda.autograd.activations.partition import Partitioner
 from pagoda.autograd.activations.places import follow_plan, open_places
 from pagoda.autograd.activations.recompute import flat, run_recomputed
-from pagoda.autograd.activations.saved import Graph, SavedStorage, SavedStorages
+from pagoda.autograd.activations.saved import SavedStorage, SavedStorages
 from pagoda.errors import BudgetError
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.mesh.dtensors import local
@@ -70,7 +70,8 @@ class GraphMemory:
         partitioner = None
         if options.partition_activations:
             partitioner = Partitioner(self._collectives.mesh.tensor.get_group())
-        self.packing = Packing(leases, accesses, self._saved, self.offloader, partitioner, self._note)
+        graph = self.offloader.new_graph()
+        self.packing = Packing(leases, accesses, self._saved, self.offloader, partitioner, self._note, graph)
         self._rates: dict[str, tuple[float, float]] | None = None
         """Rates of each place, once they are measured."""
         self._plans: dict[Bucket, ActivationPlan] = {}
@@ -110,10 +111,10 @@ class GraphMemory:
         Raises BudgetError if an earlier forward with inputs of this size could not keep to the budget.
         """
         self._learn()
-        self.packing.graph = Graph()
+        self.packing.graph = self.offloader.new_graph()
         self._graphs.add(self.packing.graph)
         # A backward ends before the next forward begins, even if the loss keeps some of its graph alive.
-        self._most = max(self._most, sum(not graph.backward_has_begun for graph in self._graphs))
+        self._most = max(self._most, sum(not graph.in_backward for graph in self._graphs))
         shapes = [tensor.shape for tensor in _tensors(inputs)]
         mine = self._most, bucket_of(shapes), growth(shapes)
         of_all = [mine] if self._fixed is not None else self._agree("the shapes of a forward", mine)
@@ -149,7 +150,7 @@ class GraphMemory:
             graph = self.packing.graph
 
             def repeat(*args: Any, **kwargs: Any) -> Any:
-                graph.backward_has_begun = True
+                graph.begin_backward()
                 return again(*args, **kwargs)
 
             return run_recomputed(block, forward, repeat, (args, kwargs), self.packing, account.save)

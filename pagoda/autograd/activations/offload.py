@@ -13,11 +13,26 @@ from pagoda.errors import BudgetError, UsageError
 from pagoda.interrupts import allowed, held_back
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.activations import BUFFERED, OFFLOAD_LANES
+from pagoda.plan.activations import OFFLOAD_LANES
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.meter import StepMeter
+from pagoda.schedule.activations import Activation, GraphActivations
 from pagoda.schedule.waits import InFlight
+
+
+@dataclass(eq=False)
+class Graph:
+    """Lives as long as the graph of a forward of the model. Transfers may keep its activations for longer."""
+
+    activations: GraphActivations[Handle]
+    in_backward: bool = False
+
+    def begin_backward(self) -> None:
+        """Backward uses the graph."""
+        if not self.in_backward:
+            self.in_backward = True
+            held_back(self.activations.begin_backward)
 
 
 @dataclass(eq=False, slots=True)
@@ -26,17 +41,17 @@ class OffloadedStorage(AbsentStorage):
     transfers."""
 
     _offloader: "Offloader"
+    graph: GraphActivations[Handle]
+    """Those of the first graph that saved it."""
+    activation: Activation
     place: Place
     pieces: Pieces
-    nbytes: int
     source: torch.Tensor | None
     """The storage as uint8 of shape [nbytes], until its bytes have been written."""
     target: torch.Tensor | None = None
     """The tensor that the bytes are read into."""
     written: Handle = field(init=False)
     reading: Handle | None = None
-    used: bool = False
-    """Whether backward has asked for it."""
 
     def whole(self) -> torch.Tensor:
         return self._offloader.bring_back(self)
@@ -53,11 +68,10 @@ class _OffloadedPages(weakref.ref[OffloadedStorage]):
 
 @dataclass(eq=False, repr=False)
 class Offloader:
-    """Moves saved storages out and back. Each storage moves once, however many tensors lie in it, and as soon as only
-    graphs hold it. So the bytes that move are those that backward would see.
+    """Moves saved storages out and back, when `GraphActivations` says. Each storage moves once, however many tensors
+    lie in it, and as soon as only graphs hold it. So the bytes that move are those that backward would see.
 
-    At most twice the bytes of the largest storage are on their way in each direction. Backward uses storages in reverse
-    order, so the one saved last is read first. Only the compute thread calls this class.
+    Only the compute thread calls this class.
     """
 
     places: Sequence[Place]
@@ -72,24 +86,25 @@ class Offloader:
     _meter: StepMeter
     freed: deque[_OffloadedPages] = field(default_factory=deque)
     """Pages that nothing needs any more. Appending is atomic, on whatever thread."""
-    _in_use: set[_OffloadedPages] = field(default_factory=set)
+    _in_use: dict[_OffloadedPages, Activation] = field(default_factory=dict)
     """Pages that are not free."""
-    _order: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
-    """The offloaded storages that are still needed, in the order in which they were offloaded."""
-    _waiting: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
+    _waiting: list[_OffloadedPages] = field(default_factory=list)
     """Storages that someone else than graphs holds."""
-    _window: int = 0
-    """Most bytes on their way in each direction."""
+    _leaving: InFlight[Handle] = field(default_factory=InFlight[Handle])
     _closed: bool = False
 
-    def __post_init__(self) -> None:
-        self._writing = InFlight[Handle]()
+    def new_graph(self) -> Graph:
+        """The graph of a forward that begins."""
+        return Graph(GraphActivations(self._leaving, self._write, self._keep_or_read))
 
-    def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
-        """Start to offload the storage of a tensor if it is not offloaded yet. Returns None if it has to stay."""
-        return held_back(self._offload, tensor, storage)
+    def offload(self, tensor: torch.Tensor, storage: SavedStorage, graph: Graph) -> OffloadedStorage | None:
+        """Start to offload the storage of a tensor, which `graph` saves, if it is not offloaded yet. Returns None if it
+        has to stay."""
+        return held_back(self._offload, tensor, storage, graph.activations)
 
-    def _offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
+    def _offload(
+        self, tensor: torch.Tensor, storage: SavedStorage, graph: GraphActivations[Handle]
+    ) -> OffloadedStorage | None:
         if tensor.device != self._device.torch_device or not storage.may_leave(tensor, self._least_bytes):
             return None
         offloaded = storage.absent(OffloadedStorage, tensor._version)
@@ -97,13 +112,14 @@ class Offloader:
             place, pieces = self._alloc(storage.nbytes)
             if place is None:
                 return None
-            source = storage_of(tensor, torch.uint8)
-            offloaded = OffloadedStorage(tensor._version, self, place, pieces, source.nbytes, source)
-            pages = _OffloadedPages(offloaded, self.freed.append)
+            activation, source = Activation(storage.nbytes), storage_of(tensor, torch.uint8)
+            offloaded = OffloadedStorage(tensor._version, self, graph, activation, place, pieces, source)
+            pages = activation.payload = _OffloadedPages(offloaded, self.freed.append)
             pages.place, pages.pieces = place, pieces
-            self._in_use.add(pages)
+            self._in_use[pages] = activation
+            graph.save(activation)
             storage.replace_by(offloaded)
-            self._waiting.append(weakref.ref(offloaded))
+            self._waiting.append(pages)
         self._write_free()
         return offloaded
 
@@ -118,11 +134,12 @@ class Offloader:
             while waiting:
                 reference = waiting.pop(0)
                 offloaded = reference()
-                if offloaded is None or offloaded.used:  # backward came first
+                if offloaded is None or offloaded.activation.wanted:  # backward came first
                     continue
                 assert offloaded.source is not None, "it is not written yet"
                 if storage_use_count(offloaded.source) <= FRESH_USE_COUNT:
-                    self._write(offloaded)
+                    offloaded.graph.leave(offloaded.activation)
+                    allowed(self._meter.hold_back, self._leaving, offloaded.graph.window)
                 else:
                     self._waiting.append(reference)
         finally:
@@ -133,32 +150,12 @@ class Offloader:
         return held_back(self._bring_back, offloaded)
 
     def _bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
-        offloaded.used = True
-        if offloaded.target is None:
-            offloaded.target = offloaded.source  # still here while it is being written
-        if offloaded.target is None:
-            offloaded.target = self._read(offloaded)
+        self._take_back()
+        offloaded.graph.use(offloaded.activation)
         if offloaded.reading is not None:
             allowed(self._meter.wait_for, offloaded.reading)
+        assert offloaded.target is not None, "it was kept, or it is read"
         return offloaded.target
-
-    def read_ahead(self) -> None:
-        """Read storages that backward will need next."""
-        held_back(self._read_ahead)
-
-    def _read_ahead(self) -> None:
-        while self._order and self._order[-1]() is None:
-            self._order.pop()
-        room = self._window
-        for reference in reversed(self._order):
-            offloaded = reference()
-            if offloaded is None or offloaded.used or offloaded.source is not None:
-                continue
-            room -= offloaded.nbytes
-            if room < 0:
-                break
-            if offloaded.target is None:
-                offloaded.target = self._read(offloaded)
 
     def settle(self) -> None:
         """Wait until all outgoing transfers have ended, and free pages. Raises their errors."""
@@ -166,11 +163,8 @@ class Offloader:
 
     def _settle(self) -> None:
         self._write_free()
-        self._meter.hold_back(self._writing, 0)  # in the event of a step, of which half is done
+        self._meter.hold_back(self._leaving, 0)  # in the event of a step, of which half is done
         self._take_back()
-        live = [(reference, offloaded) for reference in self._order if (offloaded := reference()) is not None]
-        self._order = [reference for reference, _ in live]
-        self._window = BUFFERED * max((offloaded.nbytes for _, offloaded in live), default=0)
 
     def close(self) -> None:
         """Free all memory and forget all transfers. Lanes have ended, so what they did not bring back is lost."""
@@ -196,8 +190,10 @@ class Offloader:
             )
         return None, ()
 
-    def _write(self, offloaded: OffloadedStorage) -> None:
-        reference, nbytes = weakref.ref(offloaded), offloaded.nbytes
+    def _write(self, activation: Activation) -> Handle:
+        reference: _OffloadedPages = activation.payload
+        offloaded = reference()
+        assert offloaded is not None, "a graph holds it"
         issued = self._device.fence()
 
         def write() -> None:
@@ -207,16 +203,22 @@ class Offloader:
                 wanted.source = None
 
         lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][0]]
-        offloaded.written = lane.submit(write, (), nbytes, "save activation")
-        self._order.append(reference)
-        self._writing.add(offloaded.written, nbytes)
-        self._window = max(self._window, BUFFERED * nbytes)
-        allowed(self._meter.hold_back, self._writing, self._window)
+        offloaded.written = lane.submit(write, (), activation.nbytes, "save activation")
+        return offloaded.written
+
+    def _keep_or_read(self, activation: Activation) -> None:
+        offloaded = activation.payload()
+        if offloaded is None:
+            return  # its graph is gone
+        offloaded.target = offloaded.source  # still here while it is being written
+        if offloaded.target is None:
+            offloaded.target = self._read(offloaded)
 
     def _read(self, offloaded: OffloadedStorage) -> torch.Tensor:
         if self._closed:
             raise UsageError("Backward needs activations that were offloaded, but the optimizer is closed.")
-        target = torch.empty(offloaded.nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        nbytes = offloaded.activation.nbytes
+        target = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
         self._saved.count(self._saved.find(target))
         issued = self._device.fence()
 
@@ -224,12 +226,12 @@ class Offloader:
             offloaded.place.read(offloaded.pieces, target, issued)
 
         lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][1]]
-        offloaded.reading = lane.submit(read, (offloaded.written,), offloaded.nbytes, "return activation")
+        offloaded.reading = lane.submit(read, (offloaded.written,), nbytes, "return activation")
         return target
 
     def _take_back(self) -> None:
         """Make freed pages available again."""
         while self.freed:
             pages = self.freed.popleft()
-            self._in_use.discard(pages)
+            self._in_use.pop(pages).over = True
             pages.place.free(pages.pieces)

@@ -13,11 +13,10 @@ from torch import nn
 
 from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.activations.blocks import ModelBlock
-from pagoda.autograd.activations.offload import Offloader
+from pagoda.autograd.activations.offload import Graph, Offloader
 from pagoda.autograd.activations.partition import Partitioner
 from pagoda.autograd.activations.saved import (
     Check,
-    Graph,
     Packed,
     SavedStorage,
     SavedStorages,
@@ -63,7 +62,7 @@ class WeightReference:
 
     def unpack(self) -> torch.Tensor:
         """Lease the weight again. Raises UsageError if the weight was updated in the meantime."""
-        self._graph.backward_has_begun = True
+        self._graph.begin_backward()
         unit = self._unit
         edition = self._accesses.edition(unit)
         if edition != self._version:
@@ -154,14 +153,14 @@ class Packing:
     _offloader: Offloader
     _partitioner: Partitioner | None
     _note: Note
+    graph: Graph
+    """The graph of the model's latest forward."""
     policy: Policy | None = None
     """The policy of the block whose forward runs. None outside blocks."""
     _block: ModelBlock | None = None
     """That block."""
     _inputs: list["_Input"] = field(default_factory=list)
     """Inputs of that block, until its forward has ended."""
-    graph: Graph = field(default_factory=Graph)
-    """The graph of the model's latest forward."""
     block: "threading.Lock | None" = None
     """Of the last block of `gathered` with which packing began. Held inside it."""
     _of_thread: threading.local = field(default_factory=threading.local)
@@ -204,7 +203,7 @@ class Packing:
             return False
         top = _top()
         pack: Callable[[torch.Tensor], Any] = self._pack
-        unpack: Callable[[Any], torch.Tensor] = self._unpack
+        unpack: Callable[[Any], torch.Tensor] = partial(self._unpack, self.graph)
         if top is not None and _of_checkpoint(top):
             pack, unpack = (
                 partial(self._pack_in_checkpoint, top[0], note, checks),
@@ -362,7 +361,7 @@ class Packing:
         self._saved.count(storage)
         self._note(storage)
         if self.policy is not None and self.policy.offloads:
-            offloaded = self._offloader.offload(tensor, storage)
+            offloaded = self._offloader.offload(tensor, storage, self.graph)
             if offloaded is not None:
                 return moved(tensor, offloaded, check)
         return kept(tensor, check)
@@ -392,8 +391,8 @@ class Packing:
         held = pack(reference or tensor)
         return _Checked(held, unchanged(tensor)) if checks and reference is None and _plain(tensor) else held
 
-    def _unpack(self, packed: Packed) -> torch.Tensor:
-        self._offloader.read_ahead()
+    def _unpack(self, graph: Graph, packed: Packed) -> torch.Tensor:
+        graph.begin_backward()
         self._pack_in_backward()
         return packed()
 
@@ -409,11 +408,12 @@ class Packing:
         """With `create_graph`, backward builds a graph too, which must not hold weights. torch restores the hooks of
         the thread after each node of the graph, so these last until the node that unpacks now has run."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and _top() is None:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, partial(self._unpack, self.graph))
 
     def _reference(self, tensor: torch.Tensor) -> WeightReference | ComputedReference | None:
         """The reference to a leased weight or to what is computed from weights, or None for another tensor. Raises
         UsageError for a weight without a lease."""
+        self._accesses.computing()  # a module may have changed the stream since its forward began
         mine = local(tensor)
         if not (_plain(mine) or isinstance(mine, nn.Parameter)):
             return None

@@ -19,13 +19,6 @@ _MOST_OF_STORAGE = 8
 storage."""
 
 
-class Graph:
-    """Lives as long as the graph of a forward of the model."""
-
-    def __init__(self) -> None:
-        self.backward_has_begun = False
-
-
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class AbsentStorage(ABC):
     """What graphs keep in place of a storage. It lives as long as a graph needs it."""
