@@ -766,7 +766,7 @@ class Agreement(Observer):
 
     ALONE: ClassVar = frozenset(
         (
-            *("issued", "ended", "failed", "refused", "gradient_used", "weights_written"),
+            *("issued", "ended", "failed", "refused", "cannot_go_on", "gradient_used", "weights_written"),
             *("reduce", "others_read", "others_have_read"),
         )
     )
