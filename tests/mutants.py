@@ -422,8 +422,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "what is still fetched is free": (
-            "        if self._readers[unit]:",
-            "        if False:",
+            "readers = [each for each in self._readers[unit] if not",
+            "readers = [each for each in () if not",
             "schedule/test_schedule.py",
         ),
     },

@@ -198,7 +198,7 @@ class Leases:
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
-        self._versions.end_read(lease.unit)
+        self._versions.end_read(lease.unit, lease)
         if failed and lease.over is None:
             lease.filled = True
             self._end(lease, again=False)
@@ -221,8 +221,11 @@ class Leases:
 
     def others_read(self, unit: int, begin: bool) -> None:
         """Another rank begins or ends a read of a unit's weights in their home."""
+        if begin and not self._others_read[unit]:
+            self._versions.begin_read(unit, "other ranks")
         self._others_read[unit] += 1 if begin else -1
-        (self._versions.begin_read if begin else self._versions.end_read)(unit)
+        if not self._others_read[unit]:
+            self._versions.end_read(unit, "other ranks")
 
     def changed(self, unit: int) -> None:
         """A unit's weights are about to change, so its lease ends."""
@@ -343,7 +346,7 @@ class Leases:
             lease = self._leases[unit] = self._owner[run.start] = Lease(unit, run, version)
             self._filling += 1
             self._fetching[unit].append(version)
-            self._versions.begin_read(unit)
+            self._versions.begin_read(unit, lease)
             if self._plan.ranks_fetch_alike:
                 self._note_idle(unit)
             yield lease

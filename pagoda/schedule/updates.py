@@ -264,7 +264,7 @@ class UpdateSchedule:
     def ended(self, update: UpdateRecord) -> None:
         """An update has written all states."""
         self._release(update)
-        self._versions.end_read(update.unit)
+        self._versions.end_read(update.unit, update)
         if update.called_off:
             self._over(update)
         else:
@@ -282,7 +282,7 @@ class UpdateSchedule:
         requests it again."""
         if not update.speculative:
             self._versions.failed = True
-            self._versions.end_read(update.unit)
+            self._versions.end_read(update.unit, update)
             if not update.has_written:
                 self._versions.give_up(update)
             return
@@ -297,7 +297,7 @@ class UpdateSchedule:
         unit = update.unit
         self._release(update)
         self.gradient_used(update)
-        self._versions.end_read(unit)
+        self._versions.end_read(unit, update)
         if update.speculative:
             self.times_called_off += not update.called_off
             self._calm = 0
@@ -450,6 +450,8 @@ class UpdateSchedule:
             return
         if not self._gradients.usable(update.record) or self._leases.in_use(update.unit):
             return
+        if self._versions.has_left(update.unit):
+            return
         # Not earlier: the gradient may wait for buffers of later updates, for which the room is enough.
         if not self._versions.choose(update):
             self._wait_for_room(update.unit)
@@ -459,7 +461,7 @@ class UpdateSchedule:
         if plan.streamed or not plan.updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1
-        self._versions.begin_read(update.unit)
+        self._versions.begin_read(update.unit, update)
         self._issue(Update(update.unit, update, self._versions.of[update.unit].newest + 1))
 
     def _wait_for_room(self, unit: int) -> None:

@@ -12,7 +12,7 @@ from pagoda.memory.page import PageRun
 from pagoda.memory.versions import EMPTY, VersionPool
 from pagoda.plan.tiers import SSD
 from pagoda.schedule.operations import Adopt, Free, Operation, SchedulePlan
-from pagoda.schedule.records import GradientRecord, UpdateRecord, UpdateState, Weights
+from pagoda.schedule.records import GradientRecord, Lease, UpdateRecord, UpdateState, Weights
 
 
 class Versions:
@@ -21,7 +21,7 @@ class Versions:
     Invariants: a run has one reference of the unit whose newest state it holds, and one of each checkpoint and update
     that uses it. An update in place has none of its own. Accesses read the newest weights. With asynchronous updates
     they may read older ones, and have a reference of their own. A run that accesses or updates have left is free once
-    nothing reads the unit.
+    what read the unit then has ended.
     """
 
     def __init__(self, plan: SchedulePlan, issue: Callable[[Operation], None]) -> None:
@@ -37,10 +37,10 @@ class Versions:
         self._plan = plan
         self.pools = {tier: VersionPool(*sizes) for tier, sizes in version_pools(plan).items()}
         """Tier -> its pages for states."""
-        self._readers = [0] * len(plan.units)
-        """By unit, the number of updates, FETCHes and other ranks that read it."""
-        self._free_when_unread: list[list[tuple[int, PageRun]]] = [[] for _ in plan.units]
-        """By unit, the runs, with their states, that are free once nothing reads the unit."""
+        self._readers: list[list[object]] = [[] for _ in plan.units]
+        """By unit, what reads it: updates, leases that are filled, and other ranks."""
+        self._left: list[list[tuple[int, PageRun, list[object]]]] = [[] for _ in plan.units]
+        """By unit, the runs that accesses or updates have left, with their states, and what may still read them."""
         self.changes = False
         """Whether a run has become free since `updates` last looked."""
         for unit, runs in enumerate(first_runs(plan, self.pools)):
@@ -148,17 +148,26 @@ class Versions:
         for state, run in self._with_states(runs):
             self._unpin(unit, state, run)
 
-    def begin_read(self, unit: int) -> None:
-        """An update, a FETCH or another rank begins to read a unit."""
-        self._readers[unit] += 1
+    def begin_read(self, unit: int, reader: object) -> None:
+        """An update, a lease that is to be filled, or other ranks begin to read a unit."""
+        self._readers[unit].append(reader)
 
-    def end_read(self, unit: int) -> None:
+    def end_read(self, unit: int, reader: object) -> None:
         """A read of a unit has ended."""
-        self._readers[unit] -= 1
-        if not self._readers[unit]:
-            left, self._free_when_unread[unit] = self._free_when_unread[unit], []
-            for state, run in left:
+        self._readers[unit].remove(reader)
+        left, self._left[unit] = self._left[unit], []
+        for state, run, readers in left:
+            if reader in readers:
+                readers.remove(reader)
+            if readers:
+                self._left[unit].append((state, run, readers))
+            else:
                 self._unpin(unit, state, run)
+
+    def has_left(self, unit: int) -> bool:
+        """Whether something may still read a run that the unit does not need. A further version would need more room
+        than there is for a unit's versions."""
+        return bool(self._left[unit])
 
     # --- questions ---
 
@@ -217,9 +226,12 @@ class Versions:
             self._leave(unit, 0, before)
 
     def _leave(self, unit: int, state: int, run: PageRun) -> None:
-        """A reference ends once nothing reads the unit."""
-        if self._readers[unit]:
-            self._free_when_unread[unit].append((state, run))
+        """A reference ends once what reads the unit now has ended. A lease of a version that is not written yet reads
+        nothing so far."""
+        newest = self.of[unit].newest
+        readers = [each for each in self._readers[unit] if not (isinstance(each, Lease) and each.version > newest)]
+        if readers:
+            self._left[unit].append((state, run, readers))
         else:
             self._unpin(unit, state, run)
 

@@ -619,6 +619,20 @@ def test_an_asynchronous_update_does_not_write_what_is_still_fetched() -> None:
     assert read in {op.run for op in scheduler.take() if isinstance(op, Free)}
 
 
+def test_an_asynchronous_update_waits_until_a_run_that_was_left_is_free() -> None:
+    """Also where there is a run for it, since SSD has no room for three versions."""
+    unit = UnitPlan(lease_frames=1, states=ON_HOST)
+    scheduler = Scheduler(replace(plan(frames=4), units=[unit] * 4, spares={"host": (1,) * 8}, asynchronous=True))
+    fetch, *_ = run_first(scheduler)
+    read = scheduler.weights(0).read
+    scheduler.release(0)
+    assert [units_of(Update, asynchronous_step(scheduler)) for _ in range(2)] == [[0], []]
+    scheduler.ended(fetch)
+    followed = [op for op in scheduler.take() if isinstance(op, Free | Update)]
+    assert [type(op) for op in followed] == [Free, Update]
+    assert [op.run for op in followed if isinstance(op, Free)] == [read]
+
+
 def test_a_step_sees_the_updates_of_the_step_before_the_last() -> None:
     units = [UnitPlan(states=ON_HOST)] * 4
     scheduler = Scheduler(replace(plan(frames=0), units=units, spares={"host": (1,) * 4}, asynchronous=True))

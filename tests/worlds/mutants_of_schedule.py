@@ -99,8 +99,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            if False:\n",
         ),
         "the old states go while the update reads them": (
-            "        if self._readers[unit]:",
-            "        if False:",
+            "readers = [each for each in self._readers[unit] if not",
+            "readers = [each for each in () if not",
         ),
         "late weights are loaded over the newest": (
             "            if lags and lags[unit]:",
