@@ -6,7 +6,7 @@ pyproject.toml bounds both packages. Where a name here is gone in a new version,
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from transformers import Trainer
 
 import pagoda
+from pagoda.integrations.transformers import PagedTrainerMixin
 
 PACKAGE = Path(pagoda.__file__).parent
 NAMES = {
@@ -75,6 +77,10 @@ OF_OBJECTS = {
     "transformers.Trainer._save": "all weights are in RAM when a model is saved",
     "transformers.Trainer._save_optimizer_and_scheduler": "all state is in RAM when a checkpoint is saved",
     "transformers.Trainer._push_from_checkpoint": "checkpoints are not uploaded to the Hub",
+    "transformers.Trainer._save_checkpoint": "checkpoints are not written beside training",
+    "transformers.Trainer._save_scaler": "the scale of an fp16 loss is sought in Accelerate, which has none",
+    "transformers.Trainer._load_scaler": "the scale of an fp16 loss is sought in Accelerate, which has none",
+    "transformers.Trainer._finalize_training": "after a signal, the best model is loaded, and checkpoints are deleted",
     "transformers.Trainer._load_from_checkpoint": "a checkpoint without state of Pagoda is not refused",
     "transformers.Trainer._load_optimizer_and_scheduler": "a run resumes without its state",
     "transformers.Trainer._load_best_model": "all weights are in RAM when the best model comes back",
@@ -96,6 +102,7 @@ OF_INSTANCES = {
     "_non_persistent_buffers_set": "Module: checkpoints have buffers that state dicts leave out",
     "_state_dict_hooks": "Module: state dicts lack what hooks add",
     "_forward_pre_hooks": "Module: layers with hooks are cut in tiles",
+    "_base": "Tensor: outputs of tiles that are parts of one tensor are copied",
     "_use_count": "Tensor: hooks on autograd's nodes are lost without an error",
     "_n_gpu": "Trainer: without torchrun, `pagoda train` is refused on a machine with several GPUs",
     "_loss_shifts_labels": "Trainer: means over tokens count a first label that the loss does not see",
@@ -118,12 +125,16 @@ OF_INSTANCES = {
     "_fix_param_name_to_vllm": "TRL: vLLM gets weights by other names",
     "_is_accelerate_prepared": "Accelerate: a model is prepared twice",
     "_forward_redirection": "Lightning: steps do not pass through the wrapped model",
+    "_configure_launcher": "Lightning: one process is trained as several",
+    "_actions": "argparse: unknown flags of TRL's scripts are refused without a suggestion",
     "_lightning_module": "Lightning: the strategy has no module",
     "_optimizers": "Lightning: the strategy has no optimizers",
     "_reset_optimizers_and_schedulers": "Lightning: a second fit keeps old optimizers",
     "_iter_named_params": "Accelerate: parameters are not found by name",
 }
 """Attributes of objects that the package asks for -> whose they are, and what breaks without them."""
+SHARED = {"_engine", "_reference"}
+"""Private attributes of the package's own classes that other files of the package use."""
 UNDOCUMENTED = {
     "transformers.core_model_loading": "revert_weight_conversion WeightConverter WeightRenaming dot_natural_key "
     "rename_source_key",
@@ -177,10 +188,10 @@ def used() -> Iterator[str]:
                 yield name
 
 
-def own_names() -> set[str]:
-    """Private names that the package itself defines."""
-    own: set[str] = set()
-    for node in (node for tree in TREES for node in ast.walk(tree)):
+def own_names(trees: Iterable[ast.Module]) -> set[str]:
+    """Private names that files define."""
+    own: set[str] = {"_replace"}  # of named tuples, and documented
+    for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -193,17 +204,21 @@ def own_names() -> set[str]:
 
 
 def of_instances() -> Iterator[str]:
-    """Every private attribute, of whatever object, that the package does not define."""
-    own = own_names() | {"_replace"}  # of named tuples, and documented
+    """Every private attribute of an object that its file does not define, and of `self` that no file does."""
+    of_self = own_names(TREES)
     for tree in TREES:
-        known = imports(tree)
+        known, of_others = imports(tree), own_names([tree]) | SHARED
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
-                if ast.unparse(node).partition(".")[0] not in known and is_private(node.attr) and node.attr not in own:
-                    yield node.attr
+                name, owner, whole = node.attr, ast.unparse(node.value), ast.unparse(node)
+                if whole.partition(".")[0] in known and re.fullmatch(r"[\w.]+", whole):
+                    continue  # `used` has its name in full
+                own: set[str] = of_self if owner == "self" else set() if owner == "super()" else of_others
+                if is_private(name) and name not in own:
+                    yield name
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
                 names = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
-                yield from (name for name in names if isinstance(name, str) and is_private(name) and name not in own)
+                yield from (n for n in names if isinstance(n, str) and is_private(n) and n not in of_others)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *OF_OBJECTS])
@@ -224,6 +239,8 @@ def test_no_other_private_names_are_used() -> None:
     assert not others, "add them to NAMES, with what breaks without them, or do without"
     listed = {*OF_INSTANCES, *(name.rpartition(".")[2] for name in OF_OBJECTS)}
     assert {*of_instances()} - listed == set(), "add them to OF_INSTANCES, or do without"
+    replaced = {name for name in vars(PagedTrainerMixin) if is_private(name) and hasattr(Trainer, name)}
+    assert replaced - listed == set(), "add them to OF_OBJECTS, or do without"
     text = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     for name in (*(known.rpartition(".")[2] for known in (*NAMES, *OF_OBJECTS)), *OF_INSTANCES, *UNDOCUMENTED):
         assert name in text, f"{name} is used no more: take it off the list"

@@ -21,6 +21,12 @@ class Watcher(Protocol):
     def tensor(self, layer: int, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
         """A gradient that a layer's backward makes."""
 
+    def saves(self) -> torch.Tensor:
+        """An activation, of equal elements, that a layer saves for its backward."""
+
+    def returned(self, activation: torch.Tensor, value: float) -> None:
+        """A layer's backward gets the activation that had this value."""
+
 
 class InterruptionError(Exception):
     """The program's own error, in the middle of a pass."""
@@ -33,15 +39,22 @@ class _Use(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, watcher: Watcher, layer: "Layer", *params: torch.Tensor) -> torch.Tensor:
         watcher.reads(layer.number, params, forward=True)
         ctx.watcher, ctx.layer = watcher, layer
-        if layer.is_read:
-            ctx.save_for_backward(*params)
+        saved = [*params] if layer.is_read else []
+        if layer.offloads:
+            saved.append(watcher.saves())
+            ctx.value = saved[-1][0].item()
+        ctx.save_for_backward(*saved)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         layer, watcher = ctx.layer, ctx.watcher
+        saved = ctx.saved_tensors
+        if layer.offloads:
+            *saved, activation = saved
+            watcher.returned(activation, ctx.value)
         if layer.is_read:
-            watcher.reads(layer.number, ctx.saved_tensors, forward=False)
+            watcher.reads(layer.number, tuple(saved), forward=False)
         given = watcher.gradients(layer.number)
         if given is None:
             raise InterruptionError
@@ -55,9 +68,13 @@ class _Use(torch.autograd.Function):
 class Layer(nn.Module):
     """Flat parameters, each of equal elements."""
 
-    def __init__(self, number: int, sizes: tuple[int, ...], trained: bool, is_read: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, number: int, sizes: tuple[int, ...], trained: bool, is_read: bool, dtype: torch.dtype, offloads: bool
+    ) -> None:
         super().__init__()
-        self.number, self.is_read, self.dtype = number, is_read, dtype
+        self.number, self.is_read, self.dtype, self.offloads = number, is_read, dtype, offloads
+        if offloads:
+            self.part = nn.Identity()  # so that layers are blocks
         self.sizes = sizes
         for slot, size in enumerate(sizes):
             values = torch.full((size,), first_value(number, slot), dtype=dtype)

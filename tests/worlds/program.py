@@ -71,6 +71,8 @@ class Program:
         """Layer -> the gradients that its backward gives now."""
         self.arrived: Counter[tuple[int, int]] = Counter()
         """(layer, slot) -> the gradients of this step that the package has taken."""
+        self.activations = 0
+        """The number that layers have saved."""
         self.step_begun = False
         """Whether compute has used a layer in a step since the last `step()`."""
         self.evaluating = False
@@ -125,7 +127,7 @@ class Program:
         rules = self.rules
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[rules.precision]
         layers = [
-            Layer(number, sizes, number not in rules.frozen, number not in rules.unread, dtype)
+            Layer(number, sizes, number not in rules.frozen, number not in rules.unread, dtype, rules.offloads)
             for number, sizes in enumerate(rules.sizes)
         ]
         if not rules.trained:
@@ -133,6 +135,8 @@ class Program:
                 param.requires_grad_(True)
         self.model = Model(layers, rules.experts)
         settings: dict[str, Any] = {"precision": rules.precision}
+        if rules.offloads:
+            settings["activations"] = "offload"
         if rules.mode == "clipped":
             settings["max_grad_norm"] = LIMIT if rules.clips else 1e9
         if rules.mode == "asynchronous":
@@ -199,6 +203,15 @@ class Program:
         return pagoda.Memory(**memory)
 
     # --- what layers report ---
+
+    def saves(self) -> torch.Tensor:
+        """An activation that a layer saves for its backward."""
+        self.activations += 1
+        return torch.full((1100,), float(self.activations))  # more than a page
+
+    def returned(self, activation: torch.Tensor, value: float) -> None:
+        """A layer's backward gets the activation that had this value."""
+        require(bool((activation == value).all()), f"activation {value} came back as {activation[0].item()}")
 
     def reads(self, layer: int, values: tuple[torch.Tensor, ...], forward: bool) -> None:
         """A layer reads its weights."""

@@ -1,6 +1,6 @@
 """What a random world is like."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pagoda
@@ -80,6 +80,8 @@ class Rules:
     """How likely a transfer of the drive fails."""
     signals: float
     """How likely a signal comes where compute could wait. Its handler raises an error."""
+    offloads: bool = False
+    """Whether layers save activations that are offloaded."""
 
     @staticmethod
     def draw(rng: Random) -> "Rules":
@@ -133,6 +135,10 @@ class Rules:
             signals=0.0 if ranks > 1 else rng.choice([0.0, 0.0, 0.001, 0.004]),
             drive_failures=failures * rng.choice([1, 1, 8]),
         )
+
+    def offloading(self) -> "Rules":
+        """The same with activations that are offloaded, and without failures."""
+        return replace(self, offloads=True, ssd=True, failures=0.0, drive_failures=0.0, signals=0.0)
 
     @property
     def unit_limit(self) -> int:

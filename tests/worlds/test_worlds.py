@@ -17,15 +17,20 @@ NEARBY = 40
 """If a change of the package gives worlds other orders of events, one of so many others notices a mutant."""
 
 
-def wrong_in(seeds: Iterable[int]) -> list[str]:
+def wrong_in(seeds: Iterable[int], offloads: bool = False) -> list[str]:
     """What goes wrong in worlds of these seeds."""
     with world.alone():
-        return [wrong for seed in seeds if (wrong := world.run(seed))]
+        return [wrong for seed in seeds if (wrong := world.run(seed, offloads=offloads))]
 
 
 @pytest.mark.parametrize("first", range(0, len(FIRST), BATCH))
 def test_random_worlds_hold(first: int) -> None:
     assert wrong_in(FIRST[first : first + BATCH]) == []
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, 1000, 20))])
+def test_random_worlds_that_offload_activations_hold(first: int) -> None:
+    assert wrong_in(range(first, first + 20), offloads=True) == []
 
 
 @pytest.mark.slow

@@ -72,10 +72,12 @@ class AtOnce:
 class World:
     """One run."""
 
-    def __init__(self, seed: int, log: bool = False, haste: int = 0) -> None:
-        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns."""
+    def __init__(self, seed: int, log: bool = False, haste: int = 0, offloads: bool = False) -> None:
+        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns. `offloads`:
+        activations are offloaded."""
         self.seed = seed
-        self.rules = Rules.draw(Random(seed))
+        drawn = Rules.draw(Random(seed))
+        self.rules = drawn.offloading() if offloads else drawn
         self.haste = Random(7 * seed + haste + 1)
         """Decides everything but what programs do."""
         self.log: list[str] | None = [] if log else None
@@ -211,10 +213,10 @@ def alone() -> Iterator[None]:
         log.setLevel(level)
 
 
-def run(seed: int, log: bool = False) -> str | None:
+def run(seed: int, log: bool = False, offloads: bool = False) -> str | None:
     """Run a world; what went wrong in it, if anything."""
     gc.freeze()  # a collection looks at this world's objects alone
-    world = World(seed, log)
+    world = World(seed, log, offloads=offloads)
     wrong = None
     try:
         world.run()

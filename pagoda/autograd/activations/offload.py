@@ -47,10 +47,9 @@ class OffloadedStorage(AbsentStorage):
     place: Place
     pieces: Pieces
     source: torch.Tensor | None
-    """The storage as uint8 of shape [nbytes], until its bytes have been written."""
+    """The storage as uint8 of shape [nbytes], until all of its bytes have been written."""
     target: torch.Tensor | None = None
     """The tensor that the bytes are read into."""
-    written: Handle = field(init=False)
     reading: Handle | None = None
 
     def whole(self) -> torch.Tensor:
@@ -203,8 +202,7 @@ class Offloader:
                 wanted.source = None
 
         lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][0]]
-        offloaded.written = lane.submit(write, (), activation.nbytes, "save activation")
-        return offloaded.written
+        return lane.submit(write, (), activation.nbytes, "save activation")
 
     def _keep_or_read(self, activation: Activation) -> None:
         offloaded = activation.payload()
@@ -226,7 +224,7 @@ class Offloader:
             offloaded.place.read(offloaded.pieces, target, issued)
 
         lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][1]]
-        offloaded.reading = lane.submit(read, (offloaded.written,), nbytes, "return activation")
+        offloaded.reading = lane.submit(read, (), nbytes, "return activation")
         return target
 
     def _take_back(self) -> None:
