@@ -1,4 +1,4 @@
-"""`pagoda report`: a run or a plan as a page."""
+"""`pagoda report`: a run as a page."""
 
 import os
 
@@ -14,9 +14,8 @@ def run(config: ReportConfig, console: Console) -> int:
     """Write the page, and print where it is. Returns the exit code."""
     from pagoda.train.report import BEGINNING, report
 
-    source = config.source
-    page = report(source)
-    out = config.out or (source.with_suffix(".html") if source.is_file() else source / "report.html")
+    page = report(config.source)
+    out = config.out or config.source / "report.html"
     try:
         if os.path.lexists(out) and not read_regular(out).startswith(BEGINNING.encode()):
             raise ConfigError(f"{out} is not a report of Pagoda, and is not overwritten: name another file with --out")

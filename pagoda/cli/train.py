@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pagoda.cli.flags import value_of
 from pagoda.config.decode import is_text
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, check_installed
 from pagoda.train.config import TrainConfig
 from pagoda.train.run_dir import LAST, RunDir
 from pagoda.train.settings_file import read_settings
@@ -17,7 +17,8 @@ _SIGNAL_BASE = 128
 
 
 def run(config: TrainConfig, console: Console) -> int:
-    """Train. Returns the exit code."""
+    """Train. Returns the exit code. Raises ConfigError if accelerate is not installed."""
+    check_installed("accelerate", "pagoda train needs accelerate: pip install 'pagoda-train[train]'")
     from pagoda.budgets import compute_device
     from pagoda.process import keep_freed_memory
     from pagoda.train.assembly import run as train

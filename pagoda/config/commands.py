@@ -165,12 +165,12 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Write a report of a run, or of a plan, as one HTML file: losses, lanes, tiers, reasons."""
+    """Write a report of a run as one HTML file: losses, lanes, tiers, reasons."""
 
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN")]
-    """Directory of a run, finished or not, or a file that `pagoda plan --json` wrote."""
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """Directory of a run, finished or not."""
     out: Path | None = None
-    """File to write. By default report.html in the run's directory, or a file next to the plan with the plan's name."""
+    """File to write. By default report.html in the run's directory."""
 
 
 @dataclass(frozen=True, kw_only=True)

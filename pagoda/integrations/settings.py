@@ -7,15 +7,8 @@ from pagoda.checkpoint.directory import read_manifest
 from pagoda.errors import ConfigError
 
 _FIXED = (
-    *(
-        "seed",
-        "data_seed",
-        "full_determinism",
-        "train_sampling_strategy",
-        "dataloader_drop_last",
-        "optim",
-        "optim_args",
-    ),
+    *("seed", "data_seed", "full_determinism", "train_sampling_strategy", "dataloader_drop_last"),
+    *("optim", "optim_args"),
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
     *("label_smoothing_factor", "neftune_noise_alpha", "average_tokens_across_devices", "ignore_data_skip"),

@@ -144,8 +144,11 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint is complete."""
+        """A checkpoint is complete. If the run's directory was moved or deleted, the new one gets its settings, too."""
         self._trainer.saved = self._run_dir.checkpoint(state.global_step)
+        if self._mesh.everyone.rank == 0 and not self._run_dir.config.exists():
+            with self._warning_of(self._run_dir.config):
+                self._run_dir.create(self._config, self._tokenizer.files)
 
     def measured(self, step: int) -> Line:
         """The line of the step that has ended, of this rank."""

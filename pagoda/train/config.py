@@ -178,13 +178,8 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
         super().__post_init__()
         if self.tokens_per_step is not None:
             require_count("tokens_per_step", self.tokens_per_step, 1)
-        for name in (
-            "per_device_train_batch_size",
-            "max_steps",
-            "eval_steps",
-            "max_eval_samples",
-            "early_stopping_patience",
-        ):
+        counts = "per_device_train_batch_size", "max_steps", "eval_steps", "max_eval_samples", "early_stopping_patience"
+        for name in counts:
             require_count(name, getattr(self, name), 0)
         require(self.max_steps < _MOST_STEPS, "max_steps", self.max_steps, f"below {_MOST_STEPS}")
         require(

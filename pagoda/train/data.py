@@ -57,24 +57,14 @@ class Rows:
             raise ConfigError(f"--no-packing is for conversations, and data {tokens.about.source!r} has texts")
         rows = _whole_documents(tokens, length, packs) if tokens.about.whole else _windows(tokens, length)
         if not len(rows):
-            about, unit = tokens.about, "tokens" if tokens.about.separates else "bytes"
-            if about.whole:
-                what = "conversation in which an assistant speaks" if about.chats else "completion that begins"
-                raise ConfigError(
-                    f"data {about.source!r} has no {what} within --max-length {length} tokens: use a larger "
-                    "--max-length; "
-                    f"the longest has {rows.longest}"
+            why = f"holds {len(tokens)} tokens, less than one sequence of {length}: use a longer text"
+            if tokens.about.whole:
+                why = f"has nothing to learn within --max-length {length} tokens; the longest has {rows.longest}"
+            elif rows.dropped:
+                why = (
+                    "has texts of a single token each, and the first token of a text is not predicted: use longer texts"
                 )
-            if rows.dropped:
-                raise ConfigError(
-                    f"data {about.source!r} has nothing to learn from: each of its texts is a single token, and the "
-                    "first token of a text is not predicted. Use longer texts, or a tokenizer with an end-of-sequence "
-                    "token"
-                )
-            raise ConfigError(
-                f"data {about.source!r} holds {len(tokens)} {unit}, less than one sequence of {length}: use a longer "
-                "text or a smaller --max-length"
-            )
+            raise ConfigError(f"data {tokens.about.source!r} {why}, or another --max-length")
         return rows
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""`pagoda report`: one HTML page about a run or a plan: losses, the lanes of a step, tiers and reasons."""
+"""`pagoda report`: one HTML page about a run: losses, the lanes of a step, tiers and reasons."""
 
 import html
 import io
@@ -36,22 +36,20 @@ _WORK = {
 }
 """Group of kinds of work -> the kinds in it. Each group has a colour."""
 _Record = Mapping[str, Any]
-_NO_PLAN = "is not a plan: write one with pagoda plan ... --json > plan.json"
 
 
-def report(source: Path) -> str:
-    """The HTML page of a run's directory, or of a file that `pagoda plan --json` wrote.
+def report(directory: Path) -> str:
+    """The HTML page of a run's directory.
 
-    Raises ConfigError if there is no run or plan, or if matplotlib is not installed.
+    Raises ConfigError if there is no run or no step yet, or if matplotlib is not installed.
     """
     matplotlib = needed("matplotlib", "pagoda report needs matplotlib: pip install 'pagoda-train[plot]'")
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "text.parse_math": False, "figure.constrained_layout.use": True}
-    ):
-        return _plan_page(source) if source.is_file() else _run_page(source)
+    look = {"svg.fonttype": "none", "text.parse_math": False, "figure.constrained_layout.use": True}
+    with matplotlib.rc_context(look):
+        return _page_of(directory)
 
 
-def _run_page(directory: Path) -> str:
+def _page_of(directory: Path) -> str:
     run = RunDir(directory)
     config = run.started_config()
     steps, evals = read_metrics(run.metrics, STEP_FORM), read_evaluations(run.evals)
@@ -74,37 +72,14 @@ def _run_page(directory: Path) -> str:
     return _page(f"Run {directory.resolve().name}", sections)
 
 
-def _plan_page(file: Path) -> str:
-    plan = _read(file, _NO_PLAN)
-    if "fits" not in plan:
-        raise ConfigError(f"{file} {_NO_PLAN}")
-    summary = [
-        ("Parameters", f"{plan['params']:,}"),
-        ("Fits", "yes" if plan["fits"] else f"no. {plan['refusal']}"),
-        ("Activations, an estimate", format_bytes(plan["activation_bytes"])),
-    ]
-    sections = {}
-    if plan["fits"]:
-        summary += [
-            ("Step", f"{format_seconds(plan['step_s'])}, {plan['tokens_per_step']:,} tokens"),
-            ("Tokens per second", f"{plan['tokens_per_s']:,.1f}"),
-        ]
-        sections = {"One step": _lanes(plan["timeline"], None), "Memory": _tiers(plan, [])}
-    if plan["advice"]:
-        sections["What would help"] = _listed(plan["advice"])
-    sections = {"Summary": _table((), summary), **sections, "Why this plan": _listed(plan["reasons"])}
-    return _page(f"Plan for {plan['model']} on {plan['hardware']}", sections)
-
-
-def _read(file: Path, otherwise: str = "was edited or damaged, or another version wrote it") -> dict[str, Any]:
-    """The content of a file that a run or `pagoda plan` wrote. Raises ConfigError if it cannot be read, or what it is
-    `otherwise` if it was changed since."""
+def _read(file: Path) -> dict[str, Any]:
+    """The content of a file that a run wrote. Raises ConfigError if it cannot be read, or was changed since."""
     try:
         return whole(read_regular(file))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except FormError as error:
-        raise ConfigError(f"{file} {otherwise} ({error})") from error
+        raise ConfigError(f"{file} was edited or damaged, or another version wrote it ({error})") from error
 
 
 def _losses(steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
@@ -122,7 +97,7 @@ def _losses(steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
     return _drawing(figure, "Loss of training and evaluation by step") + evaluations
 
 
-def _lanes(predicted: _Record | None, measured: _Record | None, why: str = "") -> str:
+def _lanes(predicted: _Record | None, measured: _Record | None, why: str) -> str:
     """What compute and every lane do in a step. The prediction is above the measurement, on the same time axis. `why`:
     why nothing was predicted."""
     drawn = [("Predicted", predicted)] if predicted else []
@@ -170,7 +145,7 @@ def _tiers(plan: _Record, steps: Sequence[_Record]) -> str:
     rows = []
     for tier, lines in plan["bytes"].items():
         budget = plan["budgets"].get(tier)
-        measured = format_bytes(max(step["peak_bytes"].get(tier, 0) for step in steps)) if steps else ""
+        measured = format_bytes(max(step["peak_bytes"].get(tier, 0) for step in steps))
         rows += [(tier, state, format_bytes(nbytes), "", "") for state, nbytes in lines.items() if nbytes]
         limit = "-" if budget is None else format_bytes(budget)
         rows.append((tier, "in all", format_bytes(sum(lines.values())), measured, limit))

@@ -108,22 +108,8 @@ def warm_up() -> None:
         (Path(path) / "ssd0").mkdir()
         assert main([*start, "--output-dir", f"{path}/ram"]) == 0
         assert main([*start, *PAGED, "--memory.ssd", f"{path}/ssd0", "--output-dir", run, "--max-steps", "2"]) == 0
-        assert (
-            main(
-                [
-                    "train",
-                    "--resume-from-checkpoint",
-                    "last",
-                    "--output-dir",
-                    run,
-                    "--memory.ssd",
-                    f"{path}/ssd0",
-                    "--max-steps",
-                    "3",
-                ]
-            )
-            == 0
-        )
+        resume = f"train --resume-from-checkpoint last --output-dir {run} --max-steps 3"
+        assert main(resume.split()) == 0
         assert main(["export", run, f"{path}/exported"]) == 0
         assert main(["inspect", run, "--verify"]) == 0
         digest_of(Path(run))

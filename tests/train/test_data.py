@@ -73,7 +73,7 @@ def test_a_batch_holds_its_windows_twice_and_accumulated_ones_are_the_rows_of_a_
 
 
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:
-    with pytest.raises(ConfigError, match="9 bytes, less than one sequence of 10"):
+    with pytest.raises(ConfigError, match="9 tokens, less than one sequence of 10"):
         Rows.of(text_of(9), 10)
     assert len(Rows.of(text_of(10), 10)) == 1
 
@@ -81,7 +81,7 @@ def test_a_text_shorter_than_a_sequence_is_refused() -> None:
 def test_a_sequence_in_which_the_loss_counts_no_token_is_left_out() -> None:
     rows = Rows.of(tokens_of(range(12), ends=[1, 2, 3, 4, 6, 12]), 4)
     assert (rows.starts.tolist(), rows.dropped) == ([4, 8], 1)
-    with pytest.raises(ConfigError, match="nothing to learn from: each of its texts is a single token"):
+    with pytest.raises(ConfigError, match="has texts of a single token each"):
         Rows.of(tokens_of(range(8), ends=[*range(1, 9)]), 4)
     # Of this conversation, the loss counts the first token only, which nothing precedes.
     spoken = tokens_of([1, ~2, 3, ~4, ~4, 5], ends=[2, 3, 6], chats=True)

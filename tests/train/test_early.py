@@ -1,5 +1,6 @@
 """What settings, files and packages show by themselves is refused before data are read."""
 
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -40,6 +41,14 @@ def test_places_that_cannot_be_used_are_refused_before_data_are_read(
     with closing(Lock(Path("used"))), locked(Path("used")):
         assert command(f"train --model model --data text {flags}") == 2
     assert REFUSED[flags] in capsys.readouterr().err
+
+
+def test_without_accelerate_one_sentence_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert command("train --model llama-15m") == 2
+    assert capsys.readouterr().err == "pagoda: pagoda train needs accelerate: pip install 'pagoda-train[train]'\n"
 
 
 @pytest.mark.parametrize("setting", ["optim", "quantized", "built in"])

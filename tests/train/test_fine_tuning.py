@@ -182,7 +182,10 @@ WRONG = {
         "vocabulary of 128, and data '.*accents.txt' has tokens up to 195",
     ),
     "sequences that are too long": ("--max-length 512", "use --max-length 256 or less"),
-    "conversations that are too long": ("--max-length 8 --data {}/chats.jsonl", "use a larger --max-length"),
+    "conversations that are too long": (
+        "--max-length 8 --data {}/chats.jsonl",
+        "has nothing to learn within --max-length 8 tokens",
+    ),
     "everything held out": ("--eval-share 0.999", "leaves nothing of"),
     "an interrupted download": ("--model {}/part", "lacks 1 of its 2 files of weights"),
 }

@@ -1,4 +1,4 @@
-"""`pagoda report`: the page has what a run or a plan wrote, and stands alone."""
+"""`pagoda report`: the page has what a run wrote, and stands alone."""
 
 import html
 import json
@@ -15,7 +15,7 @@ from pagoda.forecast.record import as_lines
 from pagoda.memory.forms import whole
 from pagoda.memory.sizes import format_bytes
 from pagoda.train.report import report
-from tests.tiny import command, tiny_run, trained, write_model
+from tests.tiny import tiny_run, trained, write_model
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +77,6 @@ def test_lanes_are_drawn_as_predicted_above_as_measured(directory: Path, page: s
 
 def test_the_page_says_why_nothing_was_predicted(page: str) -> None:
     assert "Nothing was predicted: --plan usual takes the planner&#x27;s first choice." in page
-
-
-def test_a_plan_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "plan --model gpt-2x64 --per-device-train-batch-size 1 --hardware rtx4090 --json"
-    assert command(asked) == 0
-    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
-    assert main(["report", str(tmp_path / "plan.json")]) == 0
-    page = (tmp_path / "plan.html").read_text()
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert drawn(page, "Predicted")
-    assert all(unit["name"] in page for unit in plan["units"])
-    assert f"{plan['tokens_per_s']:,.1f}" in page
-    capsys.readouterr()
-    assert command(f"{asked} --memory.device 1MiB --memory.host 1MiB") == 1
-    (tmp_path / "tight.json").write_text(capsys.readouterr().out)
-    assert "Fits</td><td>no. " in report(tmp_path / "tight.json")
-    (tmp_path / "other.json").write_text("{}")
-    assert main(["report", str(tmp_path / "other.json")]) == 2
-    assert "is not a plan: write one with pagoda plan" in capsys.readouterr().err
 
 
 def long_run(directory: Path, to: Path, steps: int) -> Path:
