@@ -38,8 +38,8 @@ class ComputeLock:
     """Gives compute and other threads turns. In a turn, an event of compute changes several things.
 
     Signals are held back meanwhile, except where the event waits. So an event happens as a whole or, if a wait ends
-    with an error, not at all. Any other error that Pagoda does not raise on purpose is a fault of Pagoda or of the
-    system: it damages the training state and stops the driver.
+    with an error, not at all. A PagodaError or torch's out-of-memory error leaves nothing half done either. Any other
+    error is a fault of Pagoda or of the system: it damages the training state and stops the driver.
     """
 
     def __init__(self, driver: Driver, look: Callable[[], None]) -> None:

@@ -198,7 +198,7 @@ def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Opt
 
 
 def _room_for_activations(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """If activations go to SSD, since RAM has old states for updates that may be undone: no such updates."""
+    """If activations go to SSD, since RAM has old states for updates that may be called off: no such updates."""
     plan = fastest.plan
     if problem.options.speculate and plan.placement.speculated and plan.activations.peak.ssd:
         named = "" if fastest.name == USUAL else f"{fastest.name}, "

@@ -159,14 +159,14 @@ class Checkpoints:
         if self._mesh.everyone.rank:
             return []
         by_age = self._by_age(now.staged.directory.parent)
-        return removable(self._outdated([path for path in by_age if path != now.staged.directory], now))
+        return removable(self.outdated_checkpoints([path for path in by_age if path != now.staged.directory], now))
 
     def _by_age(self, run: Path) -> list[Path]:
         """The checkpoints in a directory, the oldest first. The trainer asks for the time of a directory."""
         every = numbered(run, f"{PREFIX_CHECKPOINT_DIR}-")
         return [path for path in map(Path, sort_checkpoints(str(run), use_mtime=True)) if path in every]
 
-    def _outdated(self, older: list[Path], now: _Asked) -> list[Path]:
+    def outdated_checkpoints(self, older: list[Path], now: _Asked) -> list[Path]:
         """Those of the `older` checkpoints, by age, that are not kept. The trainer keeps the last ones and the best
         one."""
         if not now.limit or now.limit <= 0:

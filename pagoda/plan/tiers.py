@@ -14,7 +14,7 @@ class Tier(StrEnum):
     """Other ranks, from which weights come that ranks divide."""
 
 
-DEVICE, HOST, SSD, RANKS = Tier
+DEVICE, HOST, SSD, RANKS = Tier.DEVICE, Tier.HOST, Tier.SSD, Tier.RANKS
 
 
 class LaneName(StrEnum):
@@ -35,7 +35,7 @@ class LaneName(StrEnum):
 
 
 LANES = tuple(lane for lane in LaneName if lane not in (LaneName.COMPUTE, LaneName.COLLECTIVE))
-"""The lanes of each rank but the thread that runs the model."""
+"""All lanes but those of compute and of collectives."""
 GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
 """Most bytes of gradients on their way to their extents at once, unless a plan sets more. This bounds what autograd's
 own copies add to peak memory."""

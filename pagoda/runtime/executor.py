@@ -89,7 +89,7 @@ class Executor:
             Reload: lambda op: self._follow(op, gradients.transfer(op)),
             Update: self._update,
             Request: self._request,
-            Confirm: lambda op: self._is_final(op.update),
+            Confirm: lambda op: self._end_gradient_with(op.update),
             ReadAhead: lambda op: self.updates.read_ahead(op.unit),
             Share: self._share,
         }
@@ -98,8 +98,8 @@ class Executor:
 
     def poll(self) -> None:
         """Tell the scheduler about weights to which nothing refers any more. torch tells nobody that the last view of a
-        storage is gone, nor autograd that a graph is. So every event of compute begins with this question. It takes no
-        time while nothing is held."""
+        storage is gone, nor autograd that a graph is. So an event of compute that is no part of another one begins with
+        this question. It takes no time while nothing is held."""
         for key, operation in [*self._held.items()]:
             if self._leases.is_free(operation, self._units[operation.unit]) and key in self._held:
                 del self._held[key]
@@ -166,7 +166,8 @@ class Executor:
         return self.driver.ask(partial(self._store.home, unit.index, WEIGHT))
 
     def is_to_come(self, unit: LiveUnit) -> bool:
-        """Whether the unit's latest requested update has not begun yet."""
+        """Whether the unit's latest requested update has not begun yet. False with asynchronous updates, whose weights
+        compute does not wait for."""
         gradient = self._requested(unit)
         queued = not self._asynchronous and self._scheduler.is_to_come(unit.index)
         return queued and gradient is not None and not gradient.updated.done
@@ -309,7 +310,7 @@ class Executor:
         updated.then(weights_written)
         all_of([written, updated]).then(ended)
         if not update.speculative:
-            self._is_final(update)
+            self._end_gradient_with(update)
         used = partial(tell, scheduler.gradient_used, operation)
 
         def suspended(error: BaseException) -> bool:
@@ -322,7 +323,7 @@ class Executor:
         self.updates.submit(RunningUpdate(gradient, gradient.segments, extents, updated, written, used, suspended))
 
     def _suspend(self, error: BaseException) -> None:
-        _log.warning("An update has failed, and is tried again: %s", error)
+        _log.warning("An update, or the read of its gradient, has failed, and is tried again: %s", error)
         self.suspended_by = error
         if self.capture is not None and self._scheduler.checkpoint_reads:
             self.capture.end(error)  # it may wait for this update
@@ -332,8 +333,8 @@ class Executor:
         gradient.unit.updated = True
         gradient.request()
 
-    def _is_final(self, update: UpdateRecord) -> None:
-        """The gradient's handles end with those of an update, once the scheduler knows what they say."""
+    def _end_gradient_with(self, update: UpdateRecord) -> None:
+        """An update is final: when its handles end, so do those of its gradient, for which others wait."""
         gradient: UnitGradient = update.record.payload
         updated, written = update.payload
         updated.then(gradient.updated.finish)

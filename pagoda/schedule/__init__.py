@@ -11,8 +11,7 @@ A step, as the scheduler sees it:
     end_step()                           `step()`: queues the updates
     ended(operation), failed(operation)  lanes (the executor's queues) report, at any time
 
-The scheduler has seven parts, each in a file that states its invariants. They are created in this order, and each knows
-only the parts before it:
+The scheduler has seven parts, each in a file that states its invariants. Each knows only parts above it:
 
     order.py        when each unit is used next, by the trace of earlier steps and by routers of experts
     gradients.py    where gradients wait for their update: OFFLOAD, SPILL, RELOAD
@@ -24,10 +23,11 @@ only the parts before it:
     staleness.py     which steps see asynchronous updates
 
 `activations.py`, which is no part of the scheduler, decides when offloaded activations leave and come back.
-`records.py` has what they know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It passes
-each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now ("pump").
-State changes only in events. Whether a tensor still refers to a lease is known only to the executor, so an operation
-(EVICT, OUTDATE, ASK) asks for it.
+`records.py` has what the parts know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It
+passes each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now
+("pump").
+State changes only in events. Only the executor knows whether a tensor still refers to a lease, so a question (EVICT,
+OUTDATE, ASK) asks it.
 
 These rules hold for any order of events. `tests/worlds` tests them:
 

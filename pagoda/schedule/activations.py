@@ -2,11 +2,12 @@
 
 Forward saves activations, and backward uses them in reverse order. A live run and a simulation both drive these rules:
 
-- an activation leaves as soon as only graphs hold it; compute waits while more than a `window` of bytes is leaving;
-- in backward, as many bytes as a `window` are back before they are used, those first that were saved last.
+- an activation leaves as soon as only graphs hold it; the driver makes compute wait while more than a `window` of bytes
+  is leaving;
+- in backward, up to a `window` of the bytes that are used next is on its way back, or is back.
 
-They are no part of `Scheduler`. They need neither its trace nor its frames, and an activation is over when its graph
-is, which no event of a step tells.
+They are no part of `Scheduler`. They need neither its trace nor its frames, and an activation that backward does not
+use is over when its graph is gone. The driver says so; no event of a step does.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class Activation:
     wanted: bool = False
     """Whether it has been asked back, so that it does not leave any more."""
     over: bool = False
-    """Whether backward has used it, or will not, because the graph is gone."""
+    """Whether backward has used it, or the driver says that it will not, because the graph is gone."""
 
 
 class GraphActivations(Generic[AnyTransfer]):
@@ -51,7 +52,7 @@ class GraphActivations(Generic[AnyTransfer]):
 
     @property
     def window(self) -> int:
-        """Most bytes on their way out while compute goes on, and most that are back before they are used."""
+        """Most bytes on their way out while compute goes on, and most that come back before they are used."""
         return window_of(self._largest)
 
     def save(self, activation: Activation) -> None:

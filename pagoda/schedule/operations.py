@@ -42,12 +42,13 @@ class Fetch(Operation):
 
 @dataclass(eq=False, slots=True)
 class Question(Operation):
-    """Asks whether anything refers to some weights. It is answered by `reclaimed(freed=...)`."""
+    """Asks whether anything refers to some weights. It is answered by `reclaimed(freed=...)`. If something does,
+    `let_go` follows once nothing does."""
 
 
 @dataclass(eq=False, slots=True)
 class Evict(Question):
-    """Free the frames of a lease that ended because other weights need them, if nothing refers to them any more."""
+    """May the frames of a lease be used again, which ended to make room for another? If so, they are given back."""
 
     lease: Lease
 
@@ -61,7 +62,8 @@ class Outdate(Question):
 
 @dataclass(eq=False, slots=True)
 class Ask(Question):
-    """Ask whether anything refers to the weights that an update before `step()` would change."""
+    """Does anything refer to the weights that an update would change, one before `step()` or one that has to move
+    them?"""
 
     update: UpdateRecord
 

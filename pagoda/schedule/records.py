@@ -1,7 +1,7 @@
 """The scheduler's records: of each lease, each gradient, each update, and the weights of each unit.
 
 They are the only ones of their kind. `payload` holds what the executor knows of the same thing, such as a tensor or a
-handle. The scheduler never reads a payload, and nobody else changes a record.
+handle. The scheduler never reads a payload, and nobody else changes anything else of a record.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,8 @@ class Lease:
     run: PageRun
     version: int
     filled: bool = False
-    """Whether later work of compute finds the weights: they have arrived, or their copy is in a device's queue."""
+    """Whether nothing waits for the fetch: the weights have arrived, their copy is in a device's queue, or it has
+    failed."""
     over: Any = None
     """Once the lease has ended, so that nothing new uses it: the class of the operation that frees its frames."""
     payload: Any = None
@@ -126,7 +127,7 @@ class Weights:
     newest: int = 0
     """The version that the latest final update has written."""
     due: int = 0
-    """The number of steps that have requested an update."""
+    """The number of steps that have requested an update which was not refused."""
     lag: int = 0
     """1 if accesses do not see the latest of these steps yet, which only asynchronous updates do. Otherwise 0."""
     runs: tuple[PageRun, ...] = ()

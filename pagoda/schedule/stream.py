@@ -1,7 +1,7 @@
 """The stream: everything that passes through a ring in blocks. It decides which block is read, updated and written
-next, and in which slot.
+next, and in which slot. Capitals name what is done with a block (`Do`), not operations of the scheduler.
 
-    [READING -> READ ->] UPDATING [-> WRITING] -> over
+    [READ ->] UPDATE [-> WRITE] -> over
 
 The states of a *streamed* unit live on SSD. A block of them is read into a slot of the ring, updated there, and written
 back. Then the slot is free. Other blocks are updated at home. Where an updater has little room, such as slots on a GPU,
@@ -11,12 +11,12 @@ short. Small updates take none, and so overtake the others.
 Rules:
 
 - The two updaters share the ring, and each has a room of its own. The one with fewer slots of the ring gets the next.
-- Blocks of a unit begin in the order of their pages, and so do updates of one updater, except those that share no ring
-  or room.
+- Blocks of a unit begin in the order of their pages. Updates of one updater begin in the order in which they were asked
+  for, except those that share no ring or room.
 - A block is not read before the earlier blocks that it shares a page with have been written.
 - While no update needs a slot, the blocks of the unit that will probably be updated next are read ahead. Reading ahead
   leaves `kept_free` slots, so that an update of the other updater never waits for what may be needed much later. The
-  updater's own next update uses what was read ahead, or drops it.
+  updater's own next streamed update uses what was read ahead, or drops it.
 - A READ or WRITE of an update that fails is tried again on `retry`, because the states before and after it are still
   there: on SSD, and in the slot. So is an UPDATE that fails, after another READ, if the update is `repeatable`: it
   changes no state where it was. Until then, no further block of its update begins.

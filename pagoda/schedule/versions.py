@@ -2,8 +2,9 @@
 
 A version is the number of steps whose gradients the states contain. A version that something may still read is never
 changed. An update changes states in place if nothing needs their old version. Otherwise it writes them to other runs,
-and these replace the old ones once the update is final and has written the weights. So a checkpoint, a speculative
-update, weights that lag and reads of other ranks all follow one rule: who needs a version refers to its runs.
+and these replace the old ones once the update is final and has written the weights. So checkpoints, speculative updates
+and weights that lag follow one rule: who needs a version refers to its runs. What reads a unit only for a while, such
+as another rank, delays when a run that was left is free.
 """
 
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ Chain = Sequence[Work]
 
 
 class Execution:
-    """Gives every operation a duration, and tells the scheduler when it has ended."""
+    """Gives what moves or computes a duration, and tells the scheduler when it has ended. All else takes none."""
 
     def __init__(self, plan: Plan, scheduler: Scheduler, lanes: SimulatedLanes, rates: Rates) -> None:
         self._plan = plan

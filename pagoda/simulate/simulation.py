@@ -1,7 +1,7 @@
 """The simulator: the scheduler drives a plan's steps on a model of hardware, as discrete events.
 
 A simulated compute thread follows the plan's trace and tells the scheduler what it does. Simulated lanes carry out what
-the scheduler asks for (`execution.py`). So this is a run with other durations. In it, nothing is clipped, undone or
+the scheduler asks for (`execution.py`). So this is a run with other durations. In it, nothing is clipped, called off or
 saved, and no graph holds a lease that must make room. Between two events, every lane works at a constant rate: its own,
 or its share of a common resource (the SSD's two directions, the link's, RAM, and the CPU if it computes).
 """

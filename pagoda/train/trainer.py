@@ -267,8 +267,8 @@ class RunCheckpoints(Checkpoints):
     def _by_age(self, run: Path) -> list[Path]:
         return [checkpoint.path for checkpoint in self._run.run_dir.all_checkpoints()]
 
-    def _outdated(self, older: list[Path], now: Any) -> list[Path]:
-        return [path for path in super()._outdated(older, now) if _is_ours_alone(path)]
+    def outdated_checkpoints(self, older: list[Path], now: Any) -> list[Path]:
+        return [path for path in super().outdated_checkpoints(older, now) if _is_ours_alone(path)]
 
     def _show_plan(self) -> None:
         """Do nothing: the plan was shown before."""
