@@ -388,8 +388,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "what makes room depends on when a rank issues": (
-            "        if self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
-            "        if lease.over and self._plan.ranks_fetch_alike:\n            return\n        if lease.over",
+            "        if self._plan.ranks_fetch_alike:\n            return\n        if lease.",
+            "        if lease.ended_by and self._plan.ranks_fetch_alike:\n            return\n        if lease.",
             "schedule/test_ranks.py",
         ),
     },
@@ -530,7 +530,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "an update that was refused stands": (
-            "            self._calm = 0\n            self._over(update)\n            return",
+            "            self._calm = 0\n            self._give_up(update)\n            return",
             "            self._calm = 0\n            self._finish(update)\n            return",
             "schedule/test_schedule.py",
         ),

@@ -113,5 +113,5 @@ class StepMeter:
 
     def hold_back(self, in_flight: InFlight[Handle], most: int) -> None:
         """Wait until at most `most` bytes are on their way. Raises the errors of transfers that have ended."""
-        for transfer in in_flight.over(most):
+        for transfer in in_flight.above(most):
             self.wait_for(transfer)

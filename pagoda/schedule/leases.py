@@ -188,7 +188,7 @@ class Leases:
         lease.filled = True
         if self._plan.ranks_fetch_alike:
             return
-        if lease.over is not None:
+        if lease.ended_by is not None:
             self._reclaim(lease)
         else:
             self._note_idle(lease.unit)
@@ -199,7 +199,7 @@ class Leases:
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
         self._versions.end_read(lease.unit, lease)
-        if failed and lease.over is None:
+        if failed and lease.ended_by is None:
             lease.filled = True
             self._end(lease, again=False)
         else:
@@ -414,7 +414,7 @@ class Leases:
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease may end to make room for another."""
-        settled = lease.over is None and (lease.filled or self._plan.ranks_fetch_alike)
+        settled = lease.ended_by is None and (lease.filled or self._plan.ranks_fetch_alike)
         return settled and not self._users[lease.unit] and lease.unit != self._last_used
 
     def _turn_to(self, unit: int) -> None:
@@ -441,7 +441,7 @@ class Leases:
     def _end(self, lease: Lease, by: type[Evict | Outdate] = Outdate, again: bool = True) -> None:
         """End a lease. If `again`, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
-        lease.over = by
+        lease.ended_by = by
         if again:
             self._note_missing(lease.unit)
         if lease.filled or self._plan.ranks_fetch_alike:
@@ -449,4 +449,4 @@ class Leases:
 
     def _reclaim(self, lease: Lease) -> None:
         self._reclaiming += 1
-        self._issue(lease.over(lease.unit, lease))
+        self._issue(lease.ended_by(lease.unit, lease))

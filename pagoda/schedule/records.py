@@ -23,7 +23,7 @@ class Lease:
     filled: bool = False
     """Whether nothing waits for the fetch: the weights have arrived, their copy is in a device's queue, or it has
     failed."""
-    over: Any = None
+    ended_by: Any = None
     """Once the lease has ended, so that nothing new uses it: the class of the operation that frees its frames."""
     payload: Any = None
     """What the executor knows of the lease."""

@@ -213,7 +213,7 @@ class UpdateSchedule:
             if update.admitted:
                 self._release(update)
                 self._gradients.used(update.record, last=False)
-            self._over(update)
+            self._give_up(update)
 
     def call_off_all(self) -> None:
         """Call off all speculative updates."""
@@ -237,7 +237,7 @@ class UpdateSchedule:
         update.query = Ask(update.unit, update)
         self._issue(update.query)
 
-    def _over(self, update: UpdateRecord) -> None:
+    def _give_up(self, update: UpdateRecord) -> None:
         """A speculative update is given up. Its gradient is needed again."""
         weights = self._versions.of[update.unit]
         if weights.speculative is update:
@@ -266,7 +266,7 @@ class UpdateSchedule:
         self._release(update)
         self._versions.end_read(update.unit, update)
         if update.called_off:
-            self._over(update)
+            self._give_up(update)
         else:
             self._finish(update)
 
@@ -301,7 +301,7 @@ class UpdateSchedule:
         if update.speculative:
             self.times_called_off += not update.called_off
             self._calm = 0
-            self._over(update)
+            self._give_up(update)
             return
         self._versions.give_up(update)
         self._versions.of[unit].due -= 1

@@ -29,7 +29,7 @@ class InFlight(Generic[AnyTransfer]):
         self._transfers.append((transfer, nbytes))
         self._added += nbytes
 
-    def over(self, most: int) -> Iterator[AnyTransfer]:
+    def above(self, most: int) -> Iterator[AnyTransfer]:
         """The oldest transfers, one after another, while they have ended or more than `most` bytes are on their way.
         Compute waits for each."""
         while self._transfers and (self._transfers[0][0].done or self._added - self._taken > most):

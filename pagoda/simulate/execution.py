@@ -41,7 +41,7 @@ class Execution:
         gradient that stays where it is made, and for weights that are already in RAM."""
         reports = self._gradient_used, self._weights_written, self._ended
         self._updates = SimulatedUpdates(plan, traffic, lanes, rates, *reports)
-        self._early: dict[int, list[Operation]] = {}
+        self._waiting: dict[int, list[Operation]] = {}
         """unit -> operations that wait until their version is there: SHARE, and FETCH if ranks must fetch alike."""
         self.offloads = InFlight[Task]()
         """Gradients on their way from autograd."""
@@ -66,8 +66,8 @@ class Execution:
             self._updates.update(operation)
         elif isinstance(operation, ReadAhead):
             self._updates.read_ahead(operation)
-        elif self._is_early(operation):
-            self._early.setdefault(unit, []).append(operation)
+        elif self._must_wait(operation):
+            self._waiting.setdefault(unit, []).append(operation)
         elif isinstance(operation, Share):
             self._lanes.when_ended(self._updates.share(unit), partial(self._ended, operation))
         elif (of := self._chains.get(type(operation))) and (chains := of(unit, self._adds(operation))):
@@ -75,7 +75,7 @@ class Execution:
         elif operation.reported:
             self._scheduler.ended(operation)
 
-    def _is_early(self, operation: Operation) -> bool:
+    def _must_wait(self, operation: Operation) -> bool:
         """Whether an operation waits for an update, or for other ranks' parts of it."""
         weights = self._scheduler.weights(operation.unit)
         if isinstance(operation, Share):
@@ -108,18 +108,18 @@ class Execution:
 
     def _weights_written(self, update: Update) -> None:
         self._scheduler.weights_written(update)
-        self._begin_early(update.unit)
+        self._begin_waiting(update.unit)
         self.pump()
 
-    def _begin_early(self, unit: int) -> None:
+    def _begin_waiting(self, unit: int) -> None:
         """Begin the operations whose version is there now."""
-        for operation in self._early.pop(unit, ()):
+        for operation in self._waiting.pop(unit, ()):
             self._begin(operation)
 
     def _ended(self, operation: Operation) -> None:
         self._scheduler.ended(operation)
         if isinstance(operation, Share):
-            self._begin_early(operation.unit)
+            self._begin_waiting(operation.unit)
         self.pump()
 
     def _transfer(self, lane: str, verb: str, index: int, adds: bool) -> Sequence[Chain]:

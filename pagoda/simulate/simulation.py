@@ -224,7 +224,7 @@ class Simulation:
 
     def _let_offloads_end(self, most: int) -> None:
         """Wait until at most `most` bytes of gradients are on their way."""
-        for task in self._execution.offloads.over(most):
+        for task in self._execution.offloads.above(most):
             if not task.done:
                 self._wait_for(task)
                 self._lanes.python_waits()
@@ -312,7 +312,7 @@ class SimulatedActivations:
         self._saved.append(activation)
         self._graph.save(activation)
         self._graph.leave(activation)
-        for task in self._leaving.over(self._graph.window):
+        for task in self._leaving.above(self._graph.window):
             self._wait_for(task)
 
     def _use(self, activation: Activation) -> None:

@@ -44,7 +44,7 @@ def test_a_window_of_bytes_leaves_at_once_and_the_next_that_backward_uses_are_ba
         graph.save(activation)
         if activation not in still_held:
             graph.leave(activation)
-        for moving in driver.leaving.over(graph.window):
+        for moving in driver.leaving.above(graph.window):
             moving.done = True
         on_their_way = sum(each.nbytes for each, moving in driver.out.items() if not moving.done)
         assert on_their_way <= window_of(max(sizes[:count]))

@@ -23,11 +23,11 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "for unit in ():\n            if self._may",
         ),
         "a fetch that ends is ready, though the weights have changed": (
-            "if lease.over is not None:\n            self._reclaim",
+            "if lease.ended_by is not None:\n            self._reclaim",
             "if False:\n            self._reclaim",
         ),
         "a fetch that fails is ready": (
-            "if failed and lease.over is None",
+            "if failed and lease.ended_by is None",
             "if False",
         ),
         "compute reads before the fetch is issued": (
