@@ -108,7 +108,7 @@ class Engine:
         """The last recorded step."""
         self.links = links
         mesh = links.mesh
-        self._meter = StepMeter(LANES if links.ranks is None else (*LANES, LaneName.COLLECTIVE))
+        self._meter = StepMeter(LANES if links.ranks is None else (*LANES, str(LaneName.COLLECTIVE)))
         self._step = 0
         self._speculations = 0, 0
         """Number of updates before `step()` that were kept and that were called off, up to the last step."""
@@ -450,7 +450,7 @@ class Engine:
         transport.connect(self.device.torch_device)
         shards, report = self.store.shards, self._meter.worked
         collectives = Collectives(mesh, transport, shards, self.device, self.units, self.scheduler, report)
-        self._lanes[LaneName.COLLECTIVE] = collectives.lane
+        self._lanes[collectives.lane.name] = collectives.lane
         return collectives
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:

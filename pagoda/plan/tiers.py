@@ -14,7 +14,7 @@ class Tier(StrEnum):
     """Other ranks, from which weights come that ranks divide."""
 
 
-DEVICE, HOST, SSD, RANKS = Tier.DEVICE, Tier.HOST, Tier.SSD, Tier.RANKS
+DEVICE, HOST, SSD, RANKS = map(str, Tier)
 
 
 class LaneName(StrEnum):
@@ -34,7 +34,7 @@ class LaneName(StrEnum):
     """Between ranks, if there are several."""
 
 
-LANES = tuple(lane for lane in LaneName if lane not in (LaneName.COMPUTE, LaneName.COLLECTIVE))
+LANES = tuple(str(lane) for lane in LaneName if lane not in (LaneName.COMPUTE, LaneName.COLLECTIVE))
 """All lanes but those of compute and of collectives."""
 GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
 """Most bytes of gradients on their way to their extents at once, unless a plan sets more. This bounds what autograd's

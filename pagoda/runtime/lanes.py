@@ -213,7 +213,7 @@ class Lane:
 
     def __init__(self, name: str, threads: int = 1, inline_bytes: int = 0, report: Report = lambda *_: None) -> None:
         """`report` is told of all work when it ends."""
-        self.name = name
+        self.name = str(name)  # statistics have it, which may be pickled
         self.threads = threads
         self.inline_bytes = inline_bytes
         self._open = 0

@@ -11,6 +11,7 @@ from pagoda.console import say
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.build import model_directory
+from pagoda.models.hub import is_hub_name
 from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.optim.rule import DTYPES
 from pagoda.prepare.deferred_logits import chunked_loss
@@ -50,9 +51,16 @@ def ready(config: TrainConfig, model: nn.Module, console: Console, *, from_files
 
 
 def check_weights(config: TrainConfig) -> None:
-    """Raises ConfigError if the model's directory has no weights to quantize, or lacks some of its weights' files."""
+    """Raises ConfigError if the model's directory has no weights to quantize, lacks some of its weights' files, or was
+    downloaded without any."""
     directory = model_directory(config.model)
     files = [] if directory is None else weight_files(directory)
+    from_hub = directory is not None and (is_hub_name(config.model) or (directory / ".cache" / "huggingface").is_dir())
+    if from_hub and not files:
+        raise ConfigError(
+            f"{directory} was downloaded without weights: download it again (of a gated model, accept its terms and "
+            "log in first). To start from random weights, copy config.json alone to another directory"
+        )
     if config.quantized_format is not None and not files:
         raise ConfigError(
             f"--load-in-{config.quantized_format} is for pretrained weights, which {config.model!r} lacks: leave it out"

@@ -77,7 +77,7 @@ def test_frozen_weights_move_with_a_unit_of_which_a_rank_updates_nothing(tmp_pat
     store.write(0, WEIGHT, 1024, frozen)
     read = scheduler.weights(0).runs
     pool = scheduler.versions.pools[HOST]
-    moved = tuple(pool.alloc(run.count) for run in read)
+    moved = tuple(pool.alloc(run.count) or run for run in read)
     extents = Extents(store.named(0, read), store.named(0, moved))
     unit: Any = SimpleNamespace(index=0, spec=plan.units[0])
     gradient: Any = SimpleNamespace(unit=unit, non_finite=lambda: None)
