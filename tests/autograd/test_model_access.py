@@ -1,5 +1,6 @@
 """Weights outside forward: read, written, saved, loaded, and every misuse answered with an error that names the fix."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from pagoda.autograd.accesses import Accesses
 from pagoda.errors import StorageError
 from pagoda.parameters.hidden import Hidden
 from pagoda.runtime.driver import Driver
+from pagoda.runtime.lanes import Lane
 
 WrapLayers = Callable[..., Wrapped]
 
@@ -366,17 +368,26 @@ def test_a_fault_in_the_middle_of_an_event_ends_training(
 def test_an_interrupt_that_ends_a_wait_drops_the_step(
     wrap: Wrap, wrap_layers: WrapLayers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any wait of forward, backward and a clipped `step()`."""
-    wait, left = Driver.wait, 0
+    """Any wait of forward, backward and a clipped `step()`. Lanes are slower than the step, so that it waits."""
+    wait, do, left, waiting = Driver.wait, Lane._do, 0, threading.Event()
 
     def interrupt(*arguments: Any) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             raise KeyboardInterrupt
-        wait(*arguments)
+        waiting.set()
+        try:
+            wait(*arguments)
+        finally:
+            waiting.clear()
+
+    def slowly(*arguments: Any) -> Any:
+        waiting.wait(0.05)
+        return do(*arguments)
 
     monkeypatch.setattr(Driver, "wait", interrupt)
+    monkeypatch.setattr(Lane, "_do", slowly)
     twin = wrap(fresh(), max_grad_norm=0.01)
     train_layers(*twin, 2)
     for at in range(1, 100):
