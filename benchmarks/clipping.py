@@ -101,7 +101,7 @@ def forecast() -> None:
     print("|---|---|---|---|---|---|")
     for ram, batch_size in product((180e9, 100e9), (2, 4, 8)):
         seconds = []
-        for clip, speculate in ((None, True), (1.0, False), (1.0, True)):
+        for clip, speculate in ((0.0, True), (1.0, False), (1.0, True)):
             config = PlanConfig(
                 model="llama-8b",
                 hardware="h200",  # which computes as an H100 does

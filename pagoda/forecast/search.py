@@ -1,6 +1,6 @@
 """Searches for the fastest of several simulated plans for one model and machine."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,7 +112,7 @@ def search(problem: Problem) -> Choice:
                 _try(found, replace(problem, options=kind.options), kind.name)
     if may_be_home and all(candidate.name != _HOME for candidate in found):
         _try(found, replace(problem, options=_with_split(default, device_home_share=1.0)), _HOME)
-    for name, options in _room_for_activations(problem, _fastest(found)):
+    for name, options in _room_for_activations(problem, found):
         _try(found, replace(problem, options=options), name)
     fastest = _fastest(found)
     if fastest.step_s < default.step_s * (1 - _WORTH):
@@ -197,12 +197,17 @@ def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Opt
                 yield f"pages of {format_bytes(page)}", replace(fastest.options, page_bytes=page)
 
 
-def _room_for_activations(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """If activations go to SSD, since RAM has old states for updates that may be called off: no such updates."""
-    plan = fastest.plan
-    if problem.options.speculate and plan.placement.speculated and plan.activations.peak.ssd:
-        named = "" if fastest.name == USUAL else f"{fastest.name}, "
-        yield f"{named}activations in RAM in place of old states", replace(fastest.options, speculate=False)
+def _room_for_activations(problem: Problem, found: Sequence[Candidate]) -> Iterator[tuple[str, Options]]:
+    """If activations go to SSD, since RAM has old states for updates that may be called off: no such updates. The
+    fastest plan of each split is tried."""
+    of_split: dict[Any, Candidate] = {}
+    for candidate in sorted(found, key=lambda candidate: candidate.step_s):
+        of_split.setdefault(candidate.options.split, candidate)
+    for candidate in of_split.values():
+        plan = candidate.plan
+        if problem.options.speculate and plan.placement.speculated and plan.activations.peak.ssd:
+            named = "" if candidate.name == USUAL else f"{candidate.name}, "
+            yield f"{named}activations in RAM in place of old states", replace(candidate.options, speculate=False)
 
 
 def _fastest(candidates: Iterable[Candidate]) -> Candidate:

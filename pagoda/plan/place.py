@@ -1,6 +1,6 @@
 """Decides which tier is home to each state of each unit, from everything in RAM to everything on SSD."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NoReturn
@@ -36,6 +36,10 @@ MOVED_SHARE = 4
 their next update."""
 _STAGED = 4
 """Most gradients of the widest unit in the staging region, if units are updated during backward."""
+SPECULATED_SHARE = 0.75
+"""Share of the units with weights on the device, and other states elsewhere, that are updated speculatively: a second
+version of weights takes memory that keeps states at home. The others pass the device during the next forward, which
+takes about a quarter of a step."""
 
 
 def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int = 2) -> Placement:
@@ -54,16 +58,37 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
 
     If the split makes the device a home of states, the device is filled first, with whole units. If the device updates
     some units, and RAM holds the rest of their states, it takes states in the order of RAM instead, because weights and
-    gradients move most often. Their other states pass the device.
+    gradients move most often. Their other states pass the device. If they are updated speculatively, it has room for
+    other versions of their weights.
 
     Raises BudgetError with the tier, the shortfall and the setting that would help.
     """
     split = options.split or DEFAULT_SPLIT
+    by_state = None
     if split.device_update_share and split.device_home_share and budgets.device is not None:
-        by_state = _Placer(layout, budgets, options, staging_buffers, whole_units=False)
-        if by_state.needed_in_memory() <= by_state.host:
-            return by_state.place()
-    return _Placer(layout, budgets, options, staging_buffers).place()
+        by_state = _place_by_state(layout, budgets, options, staging_buffers)
+    return by_state or _Placer(layout, budgets, options, staging_buffers).place()
+
+
+def _place_by_state(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int) -> Placement | None:
+    """The placement in which the device is home to what moves most of the units that it updates. None if RAM does not
+    hold the rest. The device has room for other versions of weights only where RAM has room for the other states."""
+    trained = [unit for unit in layout.units if unit.trainable_numel]
+    split, speculated = options.split or DEFAULT_SPLIT, frozenset[int]()
+    if options.may_speculate:
+        updated = on_device(trained, split.device_update_share)
+        speculated = on_device([unit for unit in trained if unit.index in updated], SPECULATED_SHARE)
+    while True:
+        placer = _Placer(layout, budgets, options, staging_buffers, by_state=True, two_versions=speculated)
+        if placer.needed_in_memory() <= placer.host:
+            placement = placer.place()
+            if placer.second_at_home.keys() <= placement.speculated:
+                return placement
+            speculated &= placement.speculated
+        elif speculated:
+            speculated = frozenset()
+        else:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +107,16 @@ class _Placer:
     """Tries the levels of `place`, from everything in RAM to everything on SSD. All sizes are in pages."""
 
     def __init__(
-        self, layout: Layout, budgets: Budgets, options: Options, staging_buffers: int, whole_units: bool = True
+        self,
+        layout: Layout,
+        budgets: Budgets,
+        options: Options,
+        staging_buffers: int,
+        by_state: bool = False,
+        two_versions: Collection[int] = (),
     ) -> None:
+        """`by_state`: whether single states live on the device, or whole units. `two_versions`: units for whose weights
+        the device then has room for another version."""
         self.layout = layout
         self.options = options
         self.split = options.split or DEFAULT_SPLIT
@@ -107,7 +140,9 @@ class _Placer:
             *(s.name for s in layout.states[1:]),
         )
         """States and gradients to which the device may be home."""
-        self.at_home = self._at_home(whole_units)
+        self.second_at_home: dict[int, int] = {}
+        """unit -> pages of the device for another version of its weights, if only a part of its states lives there."""
+        self.at_home = self._at_home(by_state, two_versions)
         """(unit, state) pairs that live on the device."""
         weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.used_in_ram = frozenset(unit.index for unit in layout.units if unit.on_host)
@@ -157,6 +192,8 @@ class _Placer:
             if home == SSD and state in ssd
         )
         speculated = self._speculate(kept, slot, host, ssd)
+        if versions := sum(self.second_at_home[unit] for unit in speculated & self.second_at_home.keys()):
+            device[VERSIONS] = versions
         slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
         if slots:
             host[RING] = slots * slot
@@ -301,15 +338,18 @@ class _Placer:
 
     def _aside(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
         """Pages in RAM and on SSD for another version of a unit's states. `weight_in` and `moments_in`: whether its
-        weights and moments live in RAM. (0, 0) if it has no second version: if most of its weights are frozen,
-        these would take the room, and its update is short.
+        weights and moments do not live on SSD. (0, 0) if it has no second version: if most of its weights are frozen,
+        these would take the room, and its update is short. Nor has a unit that lives on the device, which updates it in
+        no time, unless other states pass the device.
         """
         if not unit.trainable_numel or (weight_in and unit.is_mostly_frozen):
+            return 0, 0
+        if (unit.index, WEIGHT) in self.at_home and unit.index not in self.second_at_home:
             return 0, 0
         layout = self.layout
         in_ram = [*[layout.weight] * weight_in, *(layout.states[1:] if moments_in else layout.small)]
         on_ssd = self.weight[unit.index] * (not weight_in) + self.moment[unit.index] * (not moments_in)
-        return sum(layout.pages(unit, state.name) for state in in_ram), on_ssd
+        return sum(layout.pages(unit, s.name) for s in in_ram if (unit.index, s.name) not in self.at_home), on_ssd
 
     def _speculate(self, kept: _InRam, slot: int, host: dict[str, int], ssd: dict[str, int]) -> frozenset[int]:
         """Units of which two versions fit. Adds the lines for the second ones.
@@ -324,11 +364,9 @@ class _Placer:
         needs = {u.index: self._aside(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
         if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
-        at_home = {unit for unit, _ in self.at_home}
-        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments - at_home}, left, free)
+        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
         if self.device is not None:
-            others = kept.moments - at_home
-            more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, left - ram, free - pages)
+            more, more_ram, more_pages = last_that_fit({u: needs[u] for u in kept.moments}, left - ram, free - pages)
             chosen, ram, pages = chosen | more, ram + more_ram, pages + more_pages
         host.update({VERSIONS: ram} if ram else {})
         ssd.update({VERSIONS: pages} if pages else {})
@@ -369,7 +407,7 @@ class _Placer:
         leased = [u for u in layout.units if (u.index, WEIGHT) not in self.at_home or layout.is_sliced(u, WEIGHT)]
         total = sum(map(layout.lease_of, leased))
         lines = {COLLECTIVE_BUFFERS: reduce_buffers(layout).pages, UPDATE_RING: self.update_ring}
-        beside = sum(lines.values())
+        beside = sum(lines.values()) + sum(self.second_at_home.values())
         for unit in layout.units:
             states = [state for state in self.may_be_at_home if (unit.index, state) in self.at_home]
             beside += self._most_at_home(unit, states)
@@ -389,14 +427,13 @@ class _Placer:
         share = on_device(self.trained, self.split.device_update_share) if self.update_ring else frozenset()
         return frozenset(unit for unit, _ in self.at_home) | share
 
-    def _at_home(self, whole_units: bool) -> frozenset[tuple[int, str]]:
+    def _at_home(self, by_state: bool, two_versions: Collection[int]) -> frozenset[tuple[int, str]]:
         """(unit, state) pairs that live on the device: as many as fit the share of its memory that nothing else needs.
 
         These are whole units: without a share, as many as let all others be leased at once. If not all can be, they are
         mostly frozen units, such as layers with adapters: each step ends their leases, so all of their weights would be
-        fetched again. Or, if `whole_units` is false, all weights of the units that the device
-        updates, then their gradients, then the rest. The last unit is never among them, so there is always something to
-        lease.
+        fetched again. Or they are, `by_state`, the weights of the units that the device updates, then their gradients,
+        then the rest. The last unit is never among them, so there is always something to lease.
         """
         layout, share = self.layout, self.split.device_home_share
         if share == 0 or self.device is None:
@@ -411,20 +448,31 @@ class _Placer:
                 pages = {unit.index: self._most_at_home(unit, everything) for unit in units if unit.is_mostly_frozen}
             return frozenset(product(first_that_fit(pages, room), everything))
         groups = [(units, everything)]
-        if not whole_units:
+        second: dict[int, int] = {}
+        weights, moments = everything[: everything.index(GRAD)], everything[everything.index(GRAD) + 1 :]
+        if by_state:
             updated = on_device(self.trained, self.split.device_update_share)
             there = [unit for unit in units if unit.index in updated]
             others = [unit for unit in units if unit.index not in updated]
-            gradients = everything.index(GRAD)
-            weights, moments = everything[:gradients], everything[gradients + 1 :]
             groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
+            with_two = [unit for unit in there if unit.index in two_versions and not unit.is_mostly_frozen]
+            second = {unit.index: self._most_at_home(unit, (WEIGHT,)) for unit in with_two}
         room = int(share * (self.device - buffers - layout.lease_pages()))
         at_home: set[tuple[int, str]] = set()
         for of_units, states in groups:
             pages = {unit.index: self._most_at_home(unit, states) for unit in of_units}
+            for unit in second:  # it is taken with the weights, and given back if the whole unit lives there
+                if states == weights:
+                    pages[unit] += second[unit]
+                elif states == moments and (unit, WEIGHT) in at_home:
+                    pages[unit] -= second[unit]
             fit = first_that_fit(pages, room)
             room -= sum(pages[unit] for unit in fit)
             at_home.update(product(fit, states))
+            if states == weights:
+                self.second_at_home = {unit: second[unit] for unit in fit & second.keys()}
+            elif states == moments:
+                self.second_at_home = {u: pages for u, pages in self.second_at_home.items() if u not in fit}
         return frozenset(at_home)
 
     def _spared(self, unit: UnitSpec) -> int:

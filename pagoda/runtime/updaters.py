@@ -121,8 +121,7 @@ class DeviceUpdater(Updater):
     states come from RAM, or from SSD through the ring in RAM. A block of them is copied to a slot on the device,
     updated, and copied back. All three steps are in the pipe of the slot, so the device waits for no thread between
     them. Blocks of other slots move at the same time. The gradient is copied too, unless it lives on the device.
-    An update ends when all its states are home, as on the CPU. Plans have no speculative updates of units that live on
-    the device.
+    An update ends when all its states are home, as on the CPU.
     """
 
     def __init__(

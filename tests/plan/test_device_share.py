@@ -16,7 +16,7 @@ from pagoda.optim import Muon
 from pagoda.plan.device_updates import on_device
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import LEASES, Budgets
+from pagoda.plan.placement import LEASES, VERSIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.tiers import DEVICE, SSD
@@ -117,6 +117,23 @@ def test_the_device_is_home_to_what_moves_most_of_what_it_updates() -> None:
             before[name] = held
         assert plan.peak_bytes[DEVICE] <= plan.budgets.device
     assert placement.resident == {unit.index for unit in plan.units[:-1]}
+
+
+@pytest.mark.parametrize("host", [2, 8, 20])
+def test_the_device_has_two_versions_of_weights_only_where_ram_has_two_of_the_other_states(host: int) -> None:
+    """Of three quarters of the units that pass it."""
+    root, split = tower(8, 128), Split(device_home_share=1.0, device_update_share=1.0)
+    params = sum(param.numel for param in root.walk())
+    options = Options(page_bytes=4096, gradient_accumulation_steps=1, clipping=True, split=split)
+    plan = make_plan(root, STATES["bf16"], Budgets((8 + host) * params, 8 * params), options)
+    placement, device = plan.placement, plan.bytes[DEVICE]
+    there = placement.speculated & placement.units_with(DEVICE, ["weight"])
+    assert there <= placement.passing
+    assert device.get(VERSIONS, 0) == plan.page_bytes * sum(plan.layout.pages(plan.units[u], "weight") for u in there)
+    passing = placement.passing & placement.units_with(DEVICE, ["weight"])
+    assert (0.5 < len(there) / len(passing) < 1) is (host == 20)
+    of_a_unit = max(sum(plan.layout.pages(unit, s.name) for s in plan.layout.states) for unit in plan.units)
+    assert plan.budgets.device - plan.peak_bytes[DEVICE] < of_a_unit * plan.page_bytes, "no more is left unused"
 
 
 def test_whole_units_live_on_the_device_where_ram_does_not_hold_the_rest() -> None:

@@ -186,10 +186,12 @@ class Program:
         """Budgets to try first, which may be too small."""
         rules = self.rules
         least = (0.05 + 1.5 * rules.scarce) * (16 * sum(map(sum, rules.sizes)) + (1 << 16))
-        split = (
-            pagoda.Split(device_update_share=rules.device_updates) if rules.device and rules.device_updates else None
-        )
-        return {"host": int(least), **({"device": int(least / 2)} if rules.device else {})}, split
+        split = None
+        if rules.device and rules.device_updates:
+            split = pagoda.Split(device_update_share=rules.device_updates, device_home_share=float(rules.homes))
+        states = 16 * sum(map(sum, rules.sizes)) if rules.homes else 0
+        device = {"device": int(least / 2 + 0.5 * states)} if rules.device else {}
+        return {"host": int(least + 2 * states), **device}, split
 
     def _memory(self, sizes: dict[str, int], split: pagoda.Split | None) -> pagoda.Memory:
         rules = self.rules

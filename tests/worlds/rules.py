@@ -82,6 +82,8 @@ class Rules:
     """How likely a signal comes where compute could wait. Its handler raises an error."""
     offloads: bool = False
     """Whether layers save activations that are offloaded."""
+    homes: bool = False
+    """Whether the device is home to a part of the states that it updates."""
 
     @staticmethod
     def draw(rng: Random) -> "Rules":
@@ -136,9 +138,19 @@ class Rules:
             drive_failures=failures * rng.choice([1, 1, 8]),
         )
 
+    def as_drawn(self) -> "Rules":
+        """These rules."""
+        return self
+
     def offloading(self) -> "Rules":
         """The same with activations that are offloaded, and without failures."""
         return replace(self, offloads=True, ssd=True, failures=0.0, drive_failures=0.0, signals=0.0)
+
+    def passing(self) -> "Rules":
+        """The same, speculating, with weights on the device, while other states pass it for their update."""
+        one_device = replace(self, homes=True, device=True, device_updates=1.0, ranks=1, ordered=False, whole=False)
+        plain = replace(one_device, experts=0, order=(*self.order, *range(len(self.order), len(self.sizes))))
+        return replace(plain, mode="clipped", announced=True, speculates=True)
 
     @property
     def unit_limit(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 from . import world
 from .mutants import MUTANTS, Mutant
 from .noticing import kept_worlds, noticed
+from .rules import Rules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIRST = sorted({*range(20), *kept_worlds().values()})
@@ -17,10 +18,10 @@ NEARBY = 40
 """If a change of the package gives worlds other orders of events, one of so many others notices a mutant."""
 
 
-def wrong_in(seeds: Iterable[int], offloads: bool = False) -> list[str]:
+def wrong_in(seeds: Iterable[int], rules: world.Change = Rules.as_drawn) -> list[str]:
     """What goes wrong in worlds of these seeds."""
     with world.alone():
-        return [wrong for seed in seeds if (wrong := world.run(seed, offloads=offloads))]
+        return [wrong for seed in seeds if (wrong := world.run(seed, rules=rules))]
 
 
 @pytest.mark.parametrize("first", range(0, len(FIRST), BATCH))
@@ -29,8 +30,9 @@ def test_random_worlds_hold(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, 1000, 20))])
-def test_random_worlds_that_offload_activations_hold(first: int) -> None:
-    assert wrong_in(range(first, first + 20), offloads=True) == []
+@pytest.mark.parametrize("rules", [Rules.offloading, Rules.passing])
+def test_random_worlds_of_a_kind_hold(rules: world.Change, first: int) -> None:
+    assert wrong_in(range(first, first + 20), rules) == []
 
 
 @pytest.mark.slow

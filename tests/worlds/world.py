@@ -33,6 +33,7 @@ from pagoda import api, engine
 from pagoda.memory.ssd import store as ssd_store, striped
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
+from pagoda.plan import place
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import Ranks
 from pagoda.prepare import construct
@@ -49,6 +50,9 @@ from .observers import Observed
 from .program import Program, require
 from .rules import Rules
 from .threads import OverError, Threads, ViolationError, in_turns
+
+Change = Callable[[Rules], Rules]
+"""What is changed of the rules that a world draws."""
 
 
 class AtOnce:
@@ -72,12 +76,11 @@ class AtOnce:
 class World:
     """One run."""
 
-    def __init__(self, seed: int, log: bool = False, haste: int = 0, offloads: bool = False) -> None:
-        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns. `offloads`:
-        activations are offloaded."""
+    def __init__(self, seed: int, log: bool = False, haste: int = 0, rules: Change = Rules.as_drawn) -> None:
+        """Worlds of one seed, but another `haste`, have the same programs on threads that take other turns. `rules`
+        changes the rules that are drawn."""
         self.seed = seed
-        drawn = Rules.draw(Random(seed))
-        self.rules = drawn.offloading() if offloads else drawn
+        self.rules = rules(Rules.draw(Random(seed)))
         self.haste = Random(7 * seed + haste + 1)
         """Decides everything but what programs do."""
         self.log: list[str] | None = [] if log else None
@@ -172,14 +175,15 @@ class World:
             (updaters, "update_kernel", pauses(updaters.update_kernel)),
             (runtime_gradients, "_WORTH_BYTES", 2048 if self.rules.small_pieces else 256 << 10),
             (schedule_updates, "CALM_STEPS", 1),
+            (place, "SPECULATED_SHARE", 1.0),
             (lanes, "INLINE_BYTES", 128 << 10 if self.rules.inline else 0),
         ]
         if self.rules.ranks > 1:
             places += [(transport, "dist", self.network), (service, "dist", self.network)]
             places += [(transport, "_get_default_store", lambda: None)]
         with ExitStack() as stack:
-            for place in places:
-                stack.enter_context(mock.patch.object(*place))
+            for each in places:
+                stack.enter_context(mock.patch.object(*each))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             yield
@@ -213,10 +217,10 @@ def alone() -> Iterator[None]:
         log.setLevel(level)
 
 
-def run(seed: int, log: bool = False, offloads: bool = False) -> str | None:
+def run(seed: int, log: bool = False, rules: Change = Rules.as_drawn) -> str | None:
     """Run a world; what went wrong in it, if anything."""
     gc.freeze()  # a collection looks at this world's objects alone
-    world = World(seed, log, offloads=offloads)
+    world = World(seed, log, rules=rules)
     wrong = None
     try:
         world.run()
