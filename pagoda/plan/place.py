@@ -1,14 +1,14 @@
 """Decides which tier is home to each state of each unit, from everything in RAM to everything on SSD."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import NoReturn
 
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.collective import reduce_buffers, serving_pages
+from pagoda.plan.device_homes import DeviceHomes, choose_device_homes, first_that_fit
 from pagoda.plan.device_updates import UPDATE_RING, WORK, on_device, slot_count, slot_pages
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -82,7 +82,7 @@ def _place_by_state(layout: Layout, budgets: Budgets, options: Options, staging_
         placer = _Placer(layout, budgets, options, staging_buffers, by_state=True, two_versions=speculated)
         if placer.needed_in_memory() <= placer.host:
             placement = placer.place()
-            if placer.second_at_home.keys() <= placement.speculated:
+            if placer.on_device.second.keys() <= placement.speculated:
                 return placement
             speculated &= placement.speculated
         elif speculated:
@@ -131,19 +131,11 @@ class _Placer:
         if self.split.device_update_share and self.device is not None:
             self.update_ring = slot_count(layout) * slot_pages(layout)
         self.trained = [unit for unit in layout.units if unit.trainable_numel]
-        self.on_ranks = layout.of_all_ranks() if self.split.device_home_share != 0 else [layout]
-        """The layouts of all ranks if they differ and units may live on the device, otherwise this one."""
-        self.may_be_at_home: tuple[str, ...] = (
-            WEIGHT,
-            *[WEIGHT_BACK] * self.asynchronous,
-            GRAD,
-            *(s.name for s in layout.states[1:]),
-        )
-        """States and gradients to which the device may be home."""
-        self.second_at_home: dict[int, int] = {}
-        """unit -> pages of the device for another version of its weights, if only a part of its states lives there."""
-        self.at_home = self._at_home(by_state, two_versions)
-        """(unit, state) pairs that live on the device."""
+        self.on_device = DeviceHomes(layout, options)
+        if self.device is not None:
+            sizes = self.device, self.update_ring
+            self.on_device = choose_device_homes(layout, options, *sizes, by_state, two_versions)
+        self.at_home = self.on_device.at_home
         weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.used_in_ram = frozenset(unit.index for unit in layout.units if unit.on_host)
         """Units whose weights must be in RAM."""
@@ -192,7 +184,7 @@ class _Placer:
             if home == SSD and state in ssd
         )
         speculated = self._speculate(kept, slot, host, ssd)
-        if versions := sum(self.second_at_home[unit] for unit in speculated & self.second_at_home.keys()):
+        if versions := sum(pages for unit, pages in self.on_device.second.items() if unit in speculated):
             device[VERSIONS] = versions
         slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
         if slots:
@@ -344,7 +336,7 @@ class _Placer:
         """
         if not unit.trainable_numel or (weight_in and unit.is_mostly_frozen):
             return 0, 0
-        if (unit.index, WEIGHT) in self.at_home and unit.index not in self.second_at_home:
+        if (unit.index, WEIGHT) in self.at_home and unit.index not in self.on_device.second:
             return 0, 0
         layout = self.layout
         in_ram = [*[layout.weight] * weight_in, *(layout.states[1:] if moments_in else layout.small)]
@@ -407,11 +399,11 @@ class _Placer:
         leased = [u for u in layout.units if (u.index, WEIGHT) not in self.at_home or layout.is_sliced(u, WEIGHT)]
         total = sum(map(layout.lease_of, leased))
         lines = {COLLECTIVE_BUFFERS: reduce_buffers(layout).pages, UPDATE_RING: self.update_ring}
-        beside = sum(lines.values()) + sum(self.second_at_home.values())
+        beside = sum(lines.values()) + sum(self.on_device.second.values())
         for unit in layout.units:
-            states = [state for state in self.may_be_at_home if (unit.index, state) in self.at_home]
-            beside += self._most_at_home(unit, states)
-            for line, pages in self._lines_at_home(layout, unit, states).items():
+            states = self.on_device.states(unit)
+            beside += self.on_device.most(unit, states)
+            for line, pages in self.on_device.lines(unit, states).items():
                 lines[line] = lines.get(line, 0) + pages
         leases = min(self.device - beside, total)
         least = min(layout.lease_pages(ahead=1), total)
@@ -426,70 +418,6 @@ class _Placer:
         """Units with states on the device, and the requested share of all."""
         share = on_device(self.trained, self.split.device_update_share) if self.update_ring else frozenset()
         return frozenset(unit for unit, _ in self.at_home) | share
-
-    def _at_home(self, by_state: bool, two_versions: Collection[int]) -> frozenset[tuple[int, str]]:
-        """(unit, state) pairs that live on the device: as many as fit the share of its memory that nothing else needs.
-
-        These are whole units: without a share, as many as let all others be leased at once. If not all can be, they are
-        mostly frozen units, such as layers with adapters: each step ends their leases, so all of their weights would be
-        fetched again. Or they are, `by_state`, the weights of the units that the device updates, then their gradients,
-        then the rest. The last unit is never among them, so there is always something to lease.
-        """
-        layout, share = self.layout, self.split.device_home_share
-        if share == 0 or self.device is None:
-            return frozenset()
-        units, everything = [unit for unit in layout.units[:-1] if not unit.on_host], self.may_be_at_home
-        buffers = self.update_ring + reduce_buffers(layout).pages
-        if share is None:
-            room = self.device - buffers - sum(map(layout.lease_of, layout.units))
-            pages = {unit.index: self._most_at_home(unit, everything) - self._spared(unit) for unit in units}
-            if room < 0:
-                room = self.device - buffers - layout.lease_pages()
-                pages = {unit.index: self._most_at_home(unit, everything) for unit in units if unit.is_mostly_frozen}
-            return frozenset(product(first_that_fit(pages, room), everything))
-        groups = [(units, everything)]
-        second: dict[int, int] = {}
-        weights, moments = everything[: everything.index(GRAD)], everything[everything.index(GRAD) + 1 :]
-        if by_state:
-            updated = on_device(self.trained, self.split.device_update_share)
-            there = [unit for unit in units if unit.index in updated]
-            others = [unit for unit in units if unit.index not in updated]
-            groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
-            with_two = [unit for unit in there if unit.index in two_versions and not unit.is_mostly_frozen]
-            second = {unit.index: self._most_at_home(unit, (WEIGHT,)) for unit in with_two}
-        room = int(share * (self.device - buffers - layout.lease_pages()))
-        at_home: set[tuple[int, str]] = set()
-        for of_units, states in groups:
-            pages = {unit.index: self._most_at_home(unit, states) for unit in of_units}
-            for unit in second:  # it is taken with the weights, and given back if the whole unit lives there
-                if states == weights:
-                    pages[unit] += second[unit]
-                elif states == moments and (unit, WEIGHT) in at_home:
-                    pages[unit] -= second[unit]
-            fit = first_that_fit(pages, room)
-            room -= sum(pages[unit] for unit in fit)
-            at_home.update(product(fit, states))
-            if states == weights:
-                self.second_at_home = {unit: second[unit] for unit in fit & second.keys()}
-            elif states == moments:
-                self.second_at_home = {u: pages for u, pages in self.second_at_home.items() if u not in fit}
-        return frozenset(at_home)
-
-    def _spared(self, unit: UnitSpec) -> int:
-        """Frames that leases do not need if a unit lives on the device."""
-        return 0 if self.layout.is_sliced(unit, WEIGHT) else self.layout.lease_of(unit)
-
-    def _most_at_home(self, unit: UnitSpec, states: Sequence[str]) -> int:
-        """Pages of the device that states of a unit take if they live there, on the rank that has most of them. The
-        same states live there on all ranks."""
-        return max(sum(self._lines_at_home(layout, unit, states).values()) for layout in self.on_ranks)
-
-    def _lines_at_home(self, layout: Layout, unit: UnitSpec, states: Sequence[str]) -> dict[str, int]:
-        """Line -> pages of the device that states of a unit take if they live there."""
-        lines = {state: layout.pages(unit, state) for state in states}
-        if self.asynchronous and GRAD in lines:
-            lines[GRAD_QUEUE] = lines[GRAD]
-        return lines
 
     @property
     def _or_smaller_units(self) -> str:
@@ -511,17 +439,6 @@ class _Placer:
             tier=tier,
             needed_bytes=needed * page,
         )
-
-
-def first_that_fit(pages: Mapping[int, int], room: int) -> frozenset[int]:
-    """The units, in the order of `pages`, that fit together. One for which too little is left is passed over, because
-    smaller ones may follow."""
-    chosen = set()
-    for unit, needed in pages.items():
-        if needed <= room:
-            chosen.add(unit)
-            room -= needed
-    return frozenset(chosen)
 
 
 def last_that_fit(pages: Mapping[int, tuple[int, int]], ram: int, ssd: int) -> tuple[frozenset[int], int, int]:
