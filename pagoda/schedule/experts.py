@@ -95,7 +95,7 @@ class Chosen:
 
     def place(self, unit: int) -> int:
         """A unit's place among the coming units, starting at 1. 0 if it is not one of them."""
-        return max(0, self._places.get(unit, 0) - self._passed)
+        return max(0, self._places.get(unit, 0) - self._passed) if self._places else 0
 
     @property
     def coming(self) -> list[int]:

@@ -210,7 +210,7 @@ class Gradients:
     def pump(self) -> None:
         """Give buffers to the records that wait for one. Updates come first, because they free buffers."""
         self.changes = False
-        for record in sorted(self._waiting, key=lambda record: not record.wanted):
+        for record in sorted(self._waiting, key=lambda record: not record.wanted) if self._waiting else ():
             if record.transferring or (record.made and (record.in_use or record.lent)):
                 continue
             if not self._has_buffer(record):

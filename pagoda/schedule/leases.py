@@ -281,7 +281,7 @@ class Leases:
     def serve(self) -> None:
         """Resume compute for each unit whose weights it can now read."""
         for unit in [*self._waiting] if self._waiting else ():
-            if self._versions.readable(unit) is not None and self._has_weights(unit):
+            if self._has_weights(unit) and self._versions.readable(unit) is not None:
                 del self._waiting[unit]
 
     def _has_weights(self, unit: int) -> bool:
