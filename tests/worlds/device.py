@@ -17,7 +17,7 @@ from .threads import Thread, Threads
 
 
 class DeviceError(RuntimeError):
-    """A copy has failed."""
+    """A copy or a kernel has failed."""
 
 
 class SlowDevice(Device):
@@ -29,6 +29,8 @@ class SlowDevice(Device):
         self.failures = failures
         """How likely a copy fails."""
         self.failed = 0
+        self.failed_in_place = False
+        """Whether a kernel has failed that changed a state in its home."""
         self.healthy = False
 
     def may_fail(self) -> None:
@@ -69,17 +71,24 @@ class SlowDevice(Device):
         return arrival
 
 
-def slow_kernel(threads: Threads, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Kernels before and after which other threads may run."""
+_LEAST_ADDRESS = 1 << 24
+"""Other whole numbers that kernels take are smaller."""
+
+
+def slow_kernel(threads: Threads, make: Callable[..., Any], end: Callable[[list[int]], None]) -> Callable[..., Any]:
+    """Kernels before and after which other threads may run. `end` is called with the addresses of states that were
+    changed where they are, and may raise."""
 
     def made(*settings: Any, **more: Any) -> Any:
         kernel = make(*settings, **more)
 
         def run(*arguments: Any) -> Any:
             threads.pause()
-            result = kernel(*arguments)
+            kernel(*arguments)
+            places = [each for each in arguments if isinstance(each, int) and each > _LEAST_ADDRESS]
+            *states, _gradient = places
+            end([each for each in places if places.count(each) > 1] if "elsewhere" in more else states)
             threads.pause()
-            return result
 
         return run
 

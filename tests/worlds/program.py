@@ -101,7 +101,7 @@ class Program:
         with self.healthy():
             self._wrap()
         try:
-            if self.rules.failures:
+            if self.rules.failures or self.rules.kernel_failures:
                 with self.healthy():
                     self.begin_checkpoint()
                     self.end_checkpoint()
@@ -717,7 +717,8 @@ class Program:
         cause = self.engine.damage.cause
         require(cause is not None, "a step can be neither taken nor dropped, and states are not damaged")
         lost = self.device.failed and self.rules.mode == "during backward"
-        require(bool(lost or self.torn or self.rules.ranks > 1), f"states are damaged by {cause!r}")
+        torn = self.torn or self.device.failed_in_place
+        require(bool(lost or torn or self.rules.ranks > 1), f"states are damaged by {cause!r}")
         with self.healthy(), suppress(Exception):
             self.optimizer.wait_for_checkpoint()
         if self.saving is not None and self.save_error is None:

@@ -82,6 +82,8 @@ class Rules:
     """How likely a signal comes where compute could wait. Its handler raises an error."""
     offloads: bool = False
     """Whether layers save activations that are offloaded."""
+    kernel_failures: float = 0.0
+    """How likely a kernel of the CPU fails, when it has changed what it should."""
     homes: bool = False
     """Whether the device is home to a part of the states that it updates."""
 
@@ -146,11 +148,21 @@ class Rules:
         """The same with activations that are offloaded, and without failures."""
         return replace(self, offloads=True, ssd=True, failures=0.0, drive_failures=0.0, signals=0.0)
 
+    def failing_kernels(self) -> "Rules":
+        """The same on one rank, with kernels of the CPU that fail."""
+        failing = replace(self, kernel_failures=0.05, device_updates=0.0, ssd=True)
+        return replace(failing, ranks=1, ordered=False, experts=0, order=self._all)
+
     def passing(self) -> "Rules":
         """The same, speculating, with weights on the device, while other states pass it for their update."""
         one_device = replace(self, homes=True, device=True, device_updates=1.0, ranks=1, ordered=False, whole=False)
-        plain = replace(one_device, experts=0, order=(*self.order, *range(len(self.order), len(self.sizes))))
+        plain = replace(one_device, experts=0, order=self._all)
         return replace(plain, mode="clipped", announced=True, speculates=True)
+
+    @property
+    def _all(self) -> tuple[int, ...]:
+        """The order of layers if none is an expert."""
+        return (*self.order, *range(len(self.order), len(self.sizes)))
 
     @property
     def unit_limit(self) -> int:

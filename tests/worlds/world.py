@@ -42,7 +42,7 @@ from pagoda.runtime import gradients as runtime_gradients, lanes, store as runti
 from pagoda.schedule import updates as schedule_updates
 from pagoda.schedule.operations import schedule_plan
 
-from .device import slow_copy, slow_kernel
+from .device import DeviceError, slow_copy, slow_kernel
 from .disk import Drive
 from .model import Layer
 from .network import Network
@@ -157,12 +157,22 @@ class World:
         if self.log is not None:
             self.log.append(" ".join(map(str, (*([f"rank {rank}:"] if self.rules.ranks > 1 else []), *words))))
 
+    def _end_of_kernel(self, changed: list[int]) -> None:
+        """Raises DeviceError at random. `changed`: the addresses of states that were changed where they are."""
+        program, likely = self.programs[self.threads.running.rank], self.rules.kernel_failures
+        device = program.device
+        if likely and not device.healthy and self.haste.random() < likely:
+            device.failed += 1
+            ring = [range(slot.address, slot.address + slot.nbytes) for slot in program.engine.store.slots]
+            device.failed_in_place |= any(all(each not in slot for slot in ring) for each in changed)
+            raise DeviceError("a kernel of this world failed")
+
     @contextmanager
     def _make_believe(self) -> Iterator[None]:
         """Inside, the package uses this world's drive, devices, copies, kernels and network."""
 
         def pauses(make: Callable[..., Any]) -> Callable[..., Any]:
-            return slow_kernel(self.threads, make)
+            return slow_kernel(self.threads, make, self._end_of_kernel)
 
         places: list[tuple[Any, str, Any]] = [
             (ssd_store, "PageFile", self.drive.file),
