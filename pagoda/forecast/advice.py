@@ -1,6 +1,6 @@
 """Advice on what to change. Every line comes from a plan that was simulated with the change."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
@@ -12,7 +12,6 @@ from pagoda.forecast.machine import budgets_for
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Candidate
 from pagoda.memory.sizes import format_at_least, format_bytes, format_rate
-from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import SSD, LaneName
 from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
@@ -44,21 +43,10 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
         return tuple(_what_would_fit(forecast, problem))[:_MOST_LINES]
     best = choice.best
     gains: list[tuple[float, str]] = []
-    changes = [
-        each
-        for each in _changes(forecast, problem)
-        if each.tokens * best.step_s / each.problem.bound_s - 1 > _WORTH  # otherwise compute alone takes too long
-    ]
-    part, before_s = problem.to_compare(best.plan), inf
-    if changes and part is not problem:
-        before_s, _ = _simulated(part, _kinds(problem, best))
-    estimates = [(*_estimate(change, best, before_s), change) for change in changes]
-    promising = sorted((each for each in estimates if each[0] > _WORTH), key=lambda each: -each[0])
-    for gain, of_layers, change in promising[:_MOST_LINES]:
-        # The printed gain comes from a simulation of the step that the forecast shows, with the change.
-        if of_layers is not None:
-            seconds, _ = _simulated(change.problem, (of_layers,))
-            gain = change.tokens * best.step_s / seconds - 1
+    for change in _changes(forecast, problem):
+        if change.tokens * best.step_s / change.problem.bound_s - 1 <= _WORTH:
+            continue  # compute alone takes too long
+        gain = change.tokens * best.step_s / _step_s(change.problem, best) - 1
         if gain > _WORTH:
             rate = format_rate(forecast.tokens_per_s * (1 + gain))
             gains.append((gain, f"{change.name}: {gain:+.0%}, {rate} tokens/s."))
@@ -73,36 +61,15 @@ def _nothing(forecast: Forecast, problem: Problem) -> str:
     return f"{binds} of these gives {_WORTH:.0%} more tokens/s: {tried.replace('ssd', 'SSD').replace('ram', 'RAM')}."
 
 
-def _estimate(change: _Change, best: Candidate, before_s: float) -> tuple[float, Options | None]:
-    """The estimated gain of a change. If some of the layers were simulated: also the options of their plan.
-
-    Of a plan with many units, only some layers are simulated. Their step takes `before_s` without the change. If there
-    is no such part, or it does not fit its share of a tier (infinite seconds), all layers are simulated.
-    """
-    kinds = _kinds(change.problem, best)
-    after = change.problem.to_compare(best.plan)
-    if before_s < inf and after is not change.problem:
-        seconds, kind = _simulated(after, kinds)
-        if seconds < inf:
-            return change.tokens * before_s / seconds - 1, kind
-    seconds, _ = _simulated(change.problem, kinds)
-    return change.tokens * best.step_s / seconds - 1, None
-
-
-def _kinds(problem: Problem, best: Candidate) -> tuple[Options, ...]:
-    """The options of the chosen plan, then the default options, in case the former do not fit. There is no search, so a
-    faster plan may exist."""
+def _step_s(problem: Problem, best: Candidate) -> float:
+    """Seconds per step of a plan with the options of the chosen one or, if that does not fit, with the problem's own.
+    Infinite if neither fits. There is no search, so a faster plan may exist."""
     chosen, options = best.options, problem.options
     as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
-    return tuple(dict.fromkeys((as_chosen, options)))
-
-
-def _simulated(problem: Problem, kinds: Iterable[Options]) -> tuple[float, Options | None]:
-    """Seconds per step with the first of these options whose plan fits, and these options. Infinite if none fits."""
-    for kind in kinds:
+    for kind in dict.fromkeys((as_chosen, options)):
         if (plan := _planned(replace(problem, options=kind))) is not None:
-            return problem.simulated(plan).step_s, kind
-    return inf, None
+            return problem.simulated(plan).step_s
+    return inf
 
 
 def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:

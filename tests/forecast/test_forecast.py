@@ -190,24 +190,6 @@ def test_the_speeds_that_are_assumed_of_a_machine_are_notes() -> None:
     assert any(note.startswith("drives: read 7.45 GB/s (") for note in notes)
 
 
-def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the change leaves so little of the device that a part of the layers could be compared, and without it
-    none could: the two say nothing of each other."""
-    monkeypatch.setattr("pagoda.forecast.problem.MOST_UNITS", 20)
-    gpu = find_machine("a100-40gx8").with_gpus(1)
-    small = replace(gpu, device=replace(gpu.device, memory_bytes=figure(1.65 * GIB)))
-
-    def of(batch_size: int) -> Forecast:
-        settings = {"model": "gpt-20x1024", "max_length": 1024, "memory": Memory(unit_limit="32MiB"), "plan": "usual"}
-        config = PlanConfig(**settings, per_device_train_batch_size=batch_size, precision="bf16")
-        return forecast(config, Machine(small, here=False))
-
-    line = next(line for line in advise(of(1)) if line.startswith("Twice the sequences"))
-    larger = of(2)
-    assert f", {format_rate(larger.tokens_per_s)} tokens/s." in line
-    assert larger.share_of_peak < 0.6  # what products of matrices reach of the GPU's peak
-
-
 def test_activations_and_context_are_kept_free_on_a_gpu_and_those_that_fill_it_do_not_fit() -> None:
     machine = Machine(find_machine("rtx4090").with_gpus(1), here=False)
     one = made(machine, model="gpt2", per_device_train_batch_size=4)
