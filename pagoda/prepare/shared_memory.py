@@ -1,7 +1,6 @@
 """Checks that trained parameters share memory with nothing else of the model: in pages, each has memory of its own."""
 
 from collections.abc import Container, Iterator
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -24,32 +23,11 @@ class _Place(NamedTuple):
     """parameter, buffer or attribute."""
     tensor: torch.Tensor
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether all bytes between the first and the last are the tensor's."""
-        return self.stop - self.start == self.tensor.nbytes
-
-    def overlaps(self, other: "_Place") -> bool:
-        """Whether two tensors, whose first to last bytes overlap, have a byte in common."""
-        if self.is_dense and other.is_dense:
-            return True
-        # Views of columns interleave, so mark the bytes of one in a map, in units that divide all offsets and sizes.
-        first, last = min(self.start, other.start), max(self.stop, other.stop)
-        unit = gcd(self.tensor.itemsize, other.tensor.itemsize, self.start - other.start)
-        taken = torch.zeros((last - first) // unit, dtype=torch.bool)
-        self._in(taken, first, unit).fill_(True)
-        return bool(other._in(taken, first, unit).any())
-
-    def _in(self, memory: torch.Tensor, first: int, unit: int) -> torch.Tensor:
-        """The tensor's part of a map of the memory from byte `first` on."""
-        width = self.tensor.itemsize // unit
-        strides = (*(stride * width for stride in self.tensor.stride()), 1)
-        return memory.as_strided((*self.tensor.shape, width), strides, (self.start - first) // unit)
-
 
 def check_memory_is_apart(model: nn.Module, trained: Container[str]) -> None:
     """Raises ConfigError for a parameter in `trained` that shares memory with another parameter, a buffer or a tensor
-    attribute of a module, or whose elements share memory.
+    attribute of a module, or whose elements share memory. Views whose elements alternate, such as columns of one
+    tensor, count as sharing it.
 
     With torch's optimizers they change together, but in pages each has its own memory.
     """
@@ -61,7 +39,7 @@ def check_memory_is_apart(model: nn.Module, trained: Container[str]) -> None:
         open_places = [other for other in open_places if other.space == place.space and place.start < other.stop]
         for other in open_places:
             other_is_trained = other.kind == "parameter" and other.name in trained
-            if (is_trained or other_is_trained) and place.overlaps(other):
+            if is_trained or other_is_trained:
                 raise _refusal(*sorted((place, other), key=lambda one: one.kind != "parameter"))
         open_places.append(place)
 
