@@ -3,7 +3,7 @@
 `_FREE_ON_RESUME` lists what a resumed run may change: settings that do not change the bits (such as the split over
 tiers and ranks), the length of the run, and what it writes. Each rank reads other batches, so another number of ranks
 gives other bits from the same state. With the cosine schedule, another number of steps changes later learning rates.
-All other settings must stay as they were when the run started; `check_resumes` names those that differ.
+All other settings must stay as they were in the checkpoint; `check_resumes` names those that differ.
 """
 
 import json
@@ -243,25 +243,22 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
         """The configuration from decoded JSON. Raises ConfigError if a setting is unknown, missing or out of range."""
         return decoded(TrainConfig, settings)
 
-    def check_resumes(self, started: "TrainConfig") -> None:
-        """Check that this configuration can continue a run that was started with `started`.
+    def check_resumes(self, saved: "TrainConfig", checkpoint: Path) -> None:
+        """Check that this configuration can continue from a checkpoint that was saved with the configuration `saved`.
 
         Raises ConfigError if settings differ that decide the bits of the run. Names each with both values.
         """
-        if differing := self.differing(started, "the run"):
-            raise ConfigError(
-                f"cannot resume {started.output_dir} with other settings: {', '.join(differing)}. Leave them out"
-                " to keep the run's own, or start a new run with another --output-dir"
-            )
-
-    def differing(self, other: "TrainConfig", whose: str) -> list[str]:
-        """The settings that decide the bits of a run and differ from `other`, each with both values."""
-        mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))
-        return [
-            f"{flag(name)} {value} ({whose} has {theirs[name]})"
+        mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(saved)))
+        differing = [
+            f"{flag(name)} {value} (the checkpoint has {theirs[name]})"
             for name, value in mine.items()
             if value != theirs[name] and name not in _FREE_ON_RESUME and not name.startswith("memory.")
         ]
+        if differing:
+            raise ConfigError(
+                f"cannot resume from {checkpoint} with other settings: {', '.join(differing)}. Leave them out, and put "
+                "back what was changed in run.yaml, or start a new run with another --output-dir"
+            )
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ WRONG = {
     f"{CHATS} --lora-target-module q_proj": r"Did you mean '--lora-target-modules'\?",
     f"{CHATS} --learning-rate -1": r"--learning-rate is -1\.0; it must be above 0",
     f"{CHATS} --output-dir=": "--output-dir is empty: give a value",
-    f"{CHATS} --output-dir {'x' * 256}": "x(.config.json)? cannot be used: File name too long",
+    f"{CHATS} --output-dir {'x' * 256}": "x(.run.yaml)? cannot be used: File name too long",
     f"{CHATS} --load-in-4bit": r"--load-in-4bit is for .*: give --lora-r too",
     f"{CHATS} --lora-r 0": "--lora-r is 0; it must be at least",
     f"{CHATS} --lora-r 8 --load-in-4bit --load-in-8bit": "give --load-in-4bit or --load-in-8bit, not both",
