@@ -20,7 +20,6 @@ import numpy.typing as npt
 import xxhash
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pagoda.checkpoint.directory import committed
 from pagoda.config.reading import Data, DataSettings, Reading, names_of
@@ -208,20 +207,16 @@ class _Writer:
 
     def write(self, console: Console) -> None:
         """Tokenise all documents, and show the progress. Raises ConfigError if there is no text."""
-        bar = Progress(
-            SpinnerColumn(),
-            TextColumn(f"Tokenising {self._about.source}: {{task.completed:,}} documents and conversations"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        with bar, (self._folder / _TOKENS).open("xb") as tokens, (self._folder / _ENDS).open("xb") as ends:
-            task = bar.add_task("", total=None)
-            found = (document for source in self._sources for document in documents(source, self._about.seen))
+        doing = f"Tokenising {self._about.source}"
+        found = (document for source in self._sources for document in documents(source, self._about.seen))
+        with (
+            console.status(doing) as status,
+            (self._folder / _TOKENS).open("xb") as tokens,
+            (self._folder / _ENDS).open("xb") as ends,
+        ):
             for batch in _batches(found):
                 self._write_batch(batch, tokens, ends)
-                bar.update(task, completed=self._about.documents)
+                status.update(f"{doing}: {self._about.documents:,} documents and conversations")
             for file in (tokens, ends):
                 file.flush()
                 sync_descriptor(file.fileno(), self._folder)
