@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import tyro
 
 from pagoda.config.decode import decoded
-from pagoda.config.reading import Data, Reading
+from pagoda.config.reading import Data, Reading, names_of
 from pagoda.config.run import StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
@@ -129,6 +129,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     records (JSON Lines, JSON, CSV, Parquet, Arrow, WebDataset) with texts (columns text, content), prompts and
     completions, or conversations (messages, conversations; instruction and output). The loss counts completions, and
     what assistants write."""
+    probabilities: tuple[float, ...] = ()
+    """Share of the sequences that each of several --data has, as in `datasets.interleave_datasets`: an epoch ends once
+    all of them have been read whole, and repeats sequences of the others. By default, each sequence is read once."""
     eval_data: Annotated[Data | None, tyro.conf.arg(metavar="DATA [DATA ...]")] = None
     """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
     --eval-steps steps, and keeps the checkpoint with the lowest."""
@@ -195,6 +198,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
             raise ConfigError("give --eval-data, or --eval-share to hold out a part of --data, not both")
         if self.early_stopping_patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--early-stopping-patience compares evaluations: give --eval-data or --eval-share")
+        require(all(0 < each < math.inf for each in self.probabilities), "probabilities", self.probabilities, "above 0")
+        if self.probabilities and len(self.probabilities) != len(names_of(self.data or ())):
+            raise ConfigError("--probabilities has a number for each of several --data: give as many")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         names = get_args(TrackerName)
         require({*self.report_to} <= {*names}, "report_to", self.report_to, f"some of {names}")

@@ -6,15 +6,16 @@ Conversations, and prompts with their completions, are kept whole: a row has as 
 row, attention and loss end at the end of each document: positions start again, and no token is predicted from another
 document.
 
-An epoch visits every row once, in an order that numpy draws from (seed, epoch). Sample number g = ((step *
-gradient_accumulation_steps + index) * ranks + rank) * batch_size + position is row g % rows of epoch g // rows. So in
-each forward pass, ranks have consecutive parts of the batch that one rank would have. A resumed run needs only the
-number of steps done (`first_step`, and `first_sample` if the number of ranks has changed). The order does not depend on
-earlier batches or on the memory split, and `RandomState` draws the same in all versions of numpy.
+An epoch visits every row once, in an order that numpy draws from (seed, epoch). In a mixture, rows of some sources are
+there more than once. Sample number g = ((step * gradient_accumulation_steps + index) * ranks + rank) * batch_size +
+position is row g % rows of epoch g // rows. So in each forward pass, ranks have consecutive parts of the batch that one
+rank would have. A resumed run needs only the number of steps done (`first_step`, and `first_sample` if the number of
+ranks has changed). The order does not depend on earlier batches or on the memory split, and `RandomState` draws the
+same in all versions of numpy.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -76,6 +77,24 @@ class Rows:
         chosen, kept = np.sort(order[:count]), np.sort(order[count:])
         first, second = (Rows(self.tokens, self.length, self.starts[at], self.stops[at]) for at in (kept, chosen))
         return first, second
+
+    def mixed(self, probabilities: Sequence[float], seed: int) -> "Rows":
+        """Rows in a mixture: each is of a source of the data with the probability of that source, drawn from the seed
+        as `datasets.interleave_datasets` does, until all rows of every source are among them.
+
+        Raises ConfigError if a source has no row.
+        """
+        from datasets import Dataset, interleave_datasets
+
+        source = np.searchsorted(self.tokens.about.parts, self.starts, "right")
+        parts = [np.flatnonzero(source == at) for at in range(len(probabilities))]
+        if not all(map(len, parts)):
+            raise ConfigError(f"data {self.tokens.about.source!r} include some without a sequence: leave them out")
+        sources = [Dataset.from_dict({"row": rows}) for rows in parts]
+        shares = [each / sum(probabilities) for each in probabilities]
+        drawn = interleave_datasets(sources, shares, seed, stopping_strategy="all_exhausted")
+        chosen = drawn.with_format("numpy")[:]["row"]
+        return replace(self, starts=self.starts[chosen], stops=self.stops[chosen])
 
     def ids_and_labels(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The token ids and the labels of rows, both int64 [rows, length]. Padding has id 0 and no label."""

@@ -187,13 +187,16 @@ class Choices:
         if not self.config.max_length:
             seq_len, why = sequence_length(self.config, tokens)
             self.choose(why, max_length=seq_len)
-        rows = len(Rows.of(tokens, self.config.max_length, self.config.packing))
+        every = Rows.of(tokens, self.config.max_length, self.config.packing)
+        rows = len(every)
         if self.config.eval_share is None:
             holds_out = self.config.eval_data is None and self._kind != "random weights" and rows >= _LEAST_TO_HOLD_OUT
             why = f"of {rows:,} sequences, to see whether what is learned holds" if holds_out else ""
             self.choose(why, eval_share=_EVAL_SHARE if holds_out else 0.0)
         held = round(rows * (self.config.eval_share or 0))
         left = rows - held
+        if self.config.probabilities:
+            left = len(every.held_out(held, self.config.seed)[0].mixed(self.config.probabilities, self.config.seed))
         usual = 3.0 if tokens.about.whole else 1.0
         epochs = self.config.num_train_epochs or usual
         smaller = "fewer --tokens-per-step"

@@ -69,6 +69,9 @@ def batches_of(
                 "a smaller --max-length, or --eval-data"
             )
         rows, evaluated = rows.held_out(count, config.seed)
+    if config.probabilities:
+        rows = rows.mixed(config.probabilities, config.seed)
+        say(console, f"Mixture: an epoch has {len(rows):,} sequences, until every source has been read whole")
     batches = Batches(
         rows=rows,
         batch_size=config.per_device_train_batch_size,
