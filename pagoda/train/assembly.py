@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
+from transformers.integrations import integration_utils
 
 from pagoda.api import plan_of, wrap
 from pagoda.config.reading import names_of
@@ -182,7 +183,11 @@ def _check_places(config: TrainConfig, ranks: int, again: bool) -> None:
     if config.lora_r is not None:
         check_installed("peft", NO_PEFT)
     for tracker in config.report_to:
-        module = {"azure_ml": "azureml", "flyte": "flytekit"}.get(tracker, str(tracker))
+        known = integration_utils.INTEGRATION_TO_CALLBACK
+        if tracker not in known:
+            raise ConfigError(f"--report-to {tracker} is no tracker of transformers. It has {', '.join(sorted(known))}")
+        other = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "transformers"}  # it has no package
+        module = other.get(tracker, tracker)
         check_installed(module, f"--report-to {tracker} needs {module}: pip install {module}")
     if config.plan == "search" and not hardware_file().exists():
         raise ConfigError("--plan search needs a machine that was measured: run `pagoda calibrate --ssd DIR` first")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -37,11 +37,6 @@ _FREE_ON_RESUME = frozenset(
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
-TrackerName = Literal[
-    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab",
-    "tensorboard", "trackio", "wandb",
-]  # fmt: skip
-"""A tracker of transformers."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
 EVALUATIONS, EVAL_ROWS = 10, 256
@@ -169,9 +164,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     checkpoint-100. Later ones are kept under other names. Settings that are not given keep their values. With last, the
     run starts from its first step if it has no checkpoint yet, and if --output-dir has no run yet and --model is given,
     it begins."""
-    report_to: tuple[TrackerName, ...] = ()
-    """Trackers that get the metrics too, as in transformers' trainer, with its variables such as WANDB_PROJECT.
-    tensorboard writes into the run directory."""
+    report_to: tuple[str, ...] = ()
+    """Trackers of transformers' trainer that get the metrics too, such as wandb, trackio or mlflow, with its variables
+    such as WANDB_PROJECT. tensorboard writes into the run directory."""
     verbose: bool = False
     """Print the reasons for the plan, too. They are in plan.json and in the report as well."""
     save_at_end: bool = True
@@ -202,8 +197,6 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
         if self.probabilities and len(self.probabilities) != len(names_of(self.data or ())):
             raise ConfigError("--probabilities has a number for each of several --data: give as many")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
-        names = get_args(TrackerName)
-        require({*self.report_to} <= {*names}, "report_to", self.report_to, f"some of {names}")
         if self.lora_r is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora-r")
         if self.pipeline_parallel > 1 and self.plan == "search":
