@@ -196,10 +196,6 @@ def _check_places(config: TrainConfig, ranks: int, again: bool) -> None:
         places = [path / "rank-0" for path in places if (path / "rank-0").exists() or not path.is_dir()]
     lock_directories(places).close()
     if config.output_dir is not None:
-        if config.output_dir.resolve() in [path.resolve() for path in config.memory.ssd_directories]:
-            raise ConfigError(
-                f"--output-dir and --memory.ssd are both {config.output_dir}: give each its own directory"
-            )
         run_dir = RunDir(config.output_dir)
         run_dir.check_place()
         check_not_in_use(run_dir.path)

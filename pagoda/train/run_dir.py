@@ -2,8 +2,9 @@
 
 import os
 import re
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -16,6 +17,7 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import read_evaluations
 from pagoda.train.settings_file import read_settings, settings_as_yaml
 
+LOCK = ".pagoda-lock"
 PREFIX = "checkpoint-"
 _CHECKPOINT = re.compile(rf"{PREFIX}(\d+)")
 LAST = "last"
@@ -205,37 +207,49 @@ def unused(path: Path, separator: str = "") -> Path:
 
 def check_not_in_use(directory: Path) -> None:
     """Raises ConfigError if another run holds the directory. Changes nothing."""
-    if directory.is_dir():
+    if (directory / LOCK).exists():
         with locked(directory):
             pass
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold a run directory for this process. Creates the directory if it is missing. Afterwards, directories that were
-    created here and are still empty are removed. Reading needs no lock.
+    """Hold a run directory for this process. Creates the directory if it is missing.
+
+    The lock is on a separate file, because the directory itself may contain page stores, which lock it too. Afterwards
+    the file is removed, and so are directories that were created here and are still empty. Reading needs no lock.
 
     Raises ConfigError if another run holds the directory, or if it cannot be created or locked.
     """
-    made, lock = [], None
+    path = directory / LOCK
+    made: list[Path] = []
     try:
         try:
             made = make_directories(directory)
-            lock = Lock(directory)
+            lock = Lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except BlockingIOError as error:
+            holder = error.strerror
+            with suppress(OSError):
+                holder = path.read_text(errors="replace").strip() or holder
             raise ConfigError(
-                f"--output-dir {directory} is in use by another run, of {error.strerror}: wait for its end, or give "
-                "another directory"
+                f"--output-dir {directory} is in use by another run ({holder}): wait for its end, or give another "
+                "directory"
             ) from error
         except OSError as error:
             raise ConfigError(f"--output-dir {directory} cannot be used: {error.strerror}: {error.filename}") from error
-        yield
+        try:
+            with suppress(OSError):  # it only tells others who holds the directory
+                os.ftruncate(lock.descriptor, 0)
+                os.write(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            yield
+        finally:
+            with suppress(OSError), closing(lock):
+                if lock.is_in_place():
+                    path.unlink()
     finally:
         with suppress(OSError):  # something is in them by now
             for created in reversed(made):
                 created.rmdir()
-        if lock is not None:
-            lock.close()
 
 
 def names_of(checkpoints: Sequence[RunCheckpoint]) -> str:

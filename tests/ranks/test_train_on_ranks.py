@@ -13,7 +13,7 @@ from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.metrics import read_metrics
-from pagoda.train.run_dir import RunDir, locked
+from pagoda.train.run_dir import LOCK, RunDir, locked
 from pagoda.train.tokens import open_tokens
 from tests.forecast.machines import SMALL, figure
 from tests.tiny import batch_of
@@ -152,7 +152,7 @@ def test_a_directory_in_use_is_refused_on_every_rank(ranks: RankServer, config: 
         assert started(ranks, 2, tmp_path / "a", config) == [1, 1]
         for rank in range(2):
             assert "is in use by another run" in (tmp_path / "a" / f"error-{rank}.txt").read_text()
-        assert not [*config.output_dir.iterdir()]
+        assert [path.name for path in config.output_dir.iterdir()] == [LOCK]
 
 
 def test_one_rank_goes_on_with_the_steps_of_two_or_says_that_they_are_shorter(

@@ -9,14 +9,13 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.memory.lock import Lock
 from pagoda.train import assembly
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import RunDir, locked
 from tests.tiny import command, tiny_run, trained, write_model, write_text
 
 REFUSED = {
     "--memory.ssd none": "SSD directory none cannot be used",
     "--memory.ssd used": "SSD directory used is in use by",
     "--output-dir used": "--output-dir used is in use by another run",
-    "--output-dir both --memory.ssd both": "--output-dir and --memory.ssd are both both: give each its own directory",
     "--output-dir old": "--output-dir old already holds a run (run.yaml",
     "--output-dir text": "--output-dir text: text is a file",
     "--tokenizer none": "--tokenizer none is not a directory",
@@ -33,13 +32,13 @@ def test_places_that_cannot_be_used_are_refused_before_data_are_read(
 ) -> None:
     write_model(tmp_path / "model")
     write_text(tmp_path / "text")
-    for name in ("used", "old", "both"):
+    for name in ("used", "old"):
         (tmp_path / name).mkdir()
     RunDir(tmp_path / "old").create(tiny_run(tmp_path, output_dir=tmp_path / "old"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pagoda.train.tokens.documents", lambda *_: pytest.fail("nothing is read"))
-    with closing(Lock(Path("used"))):
+    with closing(Lock(Path("used"))), locked(Path("used")):
         assert command(f"train --model model --data text {flags}") == 2
     assert REFUSED[flags] in capsys.readouterr().err
 

@@ -220,7 +220,7 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written_and_r
 ) -> None:
     def start_others() -> None:
         for again in (False, True):
-            with pytest.raises(ConfigError, match=rf"is in use by another run, of this process \(pid {os.getpid()}\)"):
+            with pytest.raises(ConfigError, match=rf"is in use by another run \(process {os.getpid()} on"):
                 run(replace(config, resume_from_checkpoint="last" if again else None), Console(quiet=True))
         if resume:
             assert main(["inspect", "--verify", str(config.output_dir)]) == 0

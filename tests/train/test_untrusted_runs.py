@@ -16,7 +16,7 @@ from pagoda.console import lasting
 from pagoda.errors import ConfigError
 from pagoda.models.build import build_from_directory
 from pagoda.train import TrainConfig, run
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import LOCK, RunDir
 from tests.files import content_of
 from tests.text_files import write_pretrained
 from tests.tiny import command, tiny_run
@@ -63,10 +63,13 @@ def test_links_in_a_run_change_no_file_elsewhere(directory: Path, tmp_path: Path
 
 @pytest.mark.parametrize("link", [os.link, os.symlink])
 def test_a_file_that_is_written_in_place_must_not_be_a_link(
-    link: Callable[[Path, Path], None], directory: Path, tmp_path: Path
+    link: Callable[[Path, Path], None], directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
+    link(precious, directory / LOCK)
+    assert resumed(directory) == 2
+    assert f"--output-dir {directory} cannot be used" in capsys.readouterr().err
     link(precious, directory / "output.txt")
     with open(os.devnull) as unwritable, lasting(Console(file=unwritable)) as output:
         output.instead = directory / "output.txt"
