@@ -15,7 +15,7 @@ from pagoda.config.reading import names_of
 from pagoda.config.run import PACKAGES, needs_package
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.console import lasting, say
-from pagoda.errors import ConfigError, check_installed
+from pagoda.errors import ConfigError, check_installed, unknown_name
 from pagoda.forecast.report import plan_table
 from pagoda.integrations.checkpoints import wear_of
 from pagoda.memory.ssd.lock import lock_directories
@@ -185,7 +185,8 @@ def _check_places(config: TrainConfig, ranks: int, again: bool) -> None:
     for tracker in config.report_to:
         known = integration_utils.INTEGRATION_TO_CALLBACK
         if tracker not in known:
-            raise ConfigError(f"--report-to {tracker} is no tracker of transformers. It has {', '.join(sorted(known))}")
+            said = f"--report-to {tracker} is no tracker of transformers."
+            raise unknown_name(tracker, known, said, f"It has {', '.join(sorted(known))}.")
         other = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "transformers"}  # it has no package
         module = other.get(tracker, tracker)
         check_installed(module, f"--report-to {tracker} needs {module}: pip install {module}")

@@ -217,7 +217,8 @@ def locked(directory: Path) -> Iterator[None]:
     """Hold a run directory for this process. Creates the directory if it is missing.
 
     The lock is on a file, because the directory itself may contain page stores, which lock it too, and because network
-    file systems exclude other nodes only from files. Afterwards the file is removed, and so are directories that were created here and are still empty. Reading needs no lock.
+    file systems exclude other nodes only from files. Afterwards the file is removed, and so are directories that were
+    created here and are still empty. Reading needs no lock.
 
     Raises ConfigError if another run holds the directory, or if it cannot be created or locked.
     """
