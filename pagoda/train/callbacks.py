@@ -129,7 +129,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         best = state.best_global_step or 0
         if best == step:
             control.should_save |= config.keep_best
-        elif 0 < config.early_stopping_patience * config.evaluates_every <= step - best and step < config.max_steps:
+        elif 0 < config.early_stopping_patience * config.eval_steps <= step - best and step < config.max_steps:
             control.should_training_stop = True
             control.should_save |= config.save_at_end
             say(

@@ -39,8 +39,6 @@ _FREE_ON_RESUME = frozenset(
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
-EVALUATIONS, EVAL_ROWS = 10, 256
-"""Most evaluations in a run after the first step, and sequences in each, unless they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,11 +214,6 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     def most_checkpoints(self) -> int:
         """Number of checkpoints to keep: with evaluations at least two, the last one and the best one. 0: all."""
         return max(self.save_total_limit, 2) if self.save_total_limit and self.evaluates else self.save_total_limit
-
-    @property
-    def evaluates_every(self) -> int:
-        """Steps from one evaluation to the next."""
-        return self.eval_steps or max(1, math.ceil(self.max_steps / EVALUATIONS))
 
     def ranks_with_batches(self, ranks: int) -> int:
         """Number of ranks, or of groups of ranks that divide sequences, that have batches of their own, of `ranks` that

@@ -54,7 +54,7 @@ def arguments(config: TrainConfig, passes: Passes, evaluates_first: bool) -> Tra
         seed=config.seed,
         ignore_data_skip=True,  # the order of the data begins anywhere
         eval_strategy="steps" if config.evaluates else "no",
-        eval_steps=config.evaluates_every,
+        eval_steps=config.eval_steps or None,
         eval_on_start=evaluates_first,
         metric_for_best_model="loss",
         greater_is_better=False,
@@ -122,7 +122,7 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
 
     def _evaluates_first(self) -> bool:
         """Whether an evaluation is due before the first step. A run that was interrupted may have left one out."""
-        if self.evaluator is None or self.done % self.config.evaluates_every:
+        if self.evaluator is None or self.done % self.config.eval_steps:
             return False
         evals, data = self.run_dir.evals, self.evaluator.data
         known = from_first(self.mesh, "the evaluations", lambda: read_evaluations(evals, data))
