@@ -193,11 +193,6 @@ class Checkpoints:
         handler = trainer.callback_handler
         trainer.control = handler.call_event("on_save", trainer.args, now.state, trainer.control)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether a checkpoint was started, and what follows its end has not been done."""
-        return self._pending.step is not None
-
     def end(self) -> None:
         """Wait for the checkpoint that is being written. If it fails, say so."""
         self._pending.end()
