@@ -777,7 +777,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "train/data.py": {
-        "all epochs have the same order": ("(self.seed, int(epoch))", "(self.seed, 0)", "train/test_data.py"),
+        "all epochs have the same order": ("self.seed, int(epoch))", "self.seed, 0)", "train/test_data.py"),
     },
     "simulate/rates.py": {
         "two directions of an SSD never share": (

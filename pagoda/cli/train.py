@@ -52,5 +52,5 @@ def defaults_of(args: Sequence[str]) -> TrainConfig | None:
         run_dir = RunDir(Path(out))
         if value_of(args, "--model") is not None and not run_dir.config.exists():
             return None  # the run was killed before the end of its first step, or never began: the flags describe it
-        return replace(run_dir.started_config(), output_dir=Path(out), resume_from_checkpoint=LAST, trace=None)
+        return replace(run_dir.started_config(), output_dir=Path(out), resume_from_checkpoint=LAST)
     return read_settings(Path(given)) if given else None

@@ -25,7 +25,7 @@ from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.forecast.report import plan_table
 from pagoda.forecast.wear import endurance_of, wear
 from pagoda.integrations.settings import record
-from pagoda.integrations.staging import Staged, check_replaceable, delete, delete_remains, removable
+from pagoda.integrations.staging import Staged, check_replaceable, delete_if_possible, delete_remains, removable
 from pagoda.integrations.states import numbered
 from pagoda.memory.identity import STATE, partial
 from pagoda.memory.sizes import format_bytes
@@ -183,7 +183,7 @@ class Checkpoints:
         if self._mesh.everyone.rank == 0:
             done = (*now.replaced, now.staged.replaced)
             for path in done if error is None else (partial(now.staged.directory),):
-                self._delete(path)
+                delete_if_possible(path, self._places)
         if error is not None:
             if trainer.state.best_model_checkpoint == str(now.staged.directory):
                 trainer.state.best_model_checkpoint = now.best_before
@@ -192,11 +192,6 @@ class Checkpoints:
             trainer._push_from_checkpoint(str(now.staged.directory))
         handler = trainer.callback_handler
         trainer.control = handler.call_event("on_save", trainer.args, now.state, trainer.control)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a checkpoint was started, and what follows its end has not been done."""
-        return self._pending.step is not None
 
     def end(self) -> None:
         """Wait for the checkpoint that is being written. If it fails, say so."""
@@ -227,7 +222,7 @@ class Checkpoints:
             return
         every = numbered(Path(trainer._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-")
         for path in removable([path for path in every if path != Path(best)]):
-            self._delete(path)
+            delete_if_possible(path, self._places)
 
     def after_step(self, control: Any) -> None:
         """End what is written, and decide with all ranks whether to save or to stop."""
@@ -305,14 +300,6 @@ class Checkpoints:
             return f"{name}: stops without a checkpoint of step {self._pending.retrying} unless one more try succeeds"
         step = self._trainer.state.global_step + 1
         return f"{name}: stops after step {step} and saves it. Another signal stops at once"
-
-    def _delete(self, path: Path) -> None:
-        """Delete a checkpoint that a new one has replaced, or that was not completed. It stays, with a warning, if that
-        fails."""
-        try:
-            delete(path, self._places)
-        except (OSError, StorageError) as error:
-            _log.warning("%s was not deleted: %s", path, error)
 
     def _say(self, message: str) -> None:
         say(self._console, message) if self._mesh.everyone.rank == 0 else _log.warning("%s", message)

@@ -1,5 +1,6 @@
 """Directories that a framework fills, with a checkpoint of Pagoda in each: they have their name once complete."""
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from pagoda.integrations import seals
 from pagoda.memory.files import TEMPORARY, storage_errors, sync_directory
 from pagoda.memory.identity import MANIFEST, STATE, partial, removed, unfinished
 from pagoda.memory.lock import Lock
+
+_log = logging.getLogger("pagoda")
 
 
 class Staged:
@@ -136,12 +139,14 @@ def delete_remains(run: Path, prefix: str, places: Sequence[str | Path]) -> None
     for path in run.glob(f".{prefix}*.partial"):
         with suppress(BlockingIOError):
             Lock(path).close()
-            delete_quietly(path, places)
+            delete_if_possible(path, places)
     for path in (*run.glob(f".{prefix}*.removed"), *filter(seals.is_begun, run.glob(f"{prefix}*"))):
-        delete_quietly(path, places)
+        delete_if_possible(path, places)
 
 
-def delete_quietly(path: Path, places: Sequence[str | Path]) -> None:
-    """Delete a directory as `delete` does. If that fails, it stays."""
-    with suppress(OSError, StorageError):
+def delete_if_possible(path: Path, places: Sequence[str | Path]) -> None:
+    """Delete a directory as `delete` does. If that fails, it stays, with a warning."""
+    try:
         delete(path, places)
+    except (OSError, StorageError) as error:
+        _log.warning("%s was not deleted: %s", path, error)

@@ -17,7 +17,7 @@ from pagoda.checkpoint.export import ChangedModelError, export
 from pagoda.checkpoint.pretrained import INDEX, SINGLE, listed
 from pagoda.errors import CheckpointError
 from pagoda.integrations import seals
-from pagoda.integrations.staging import Staged, delete_quietly, name_complete
+from pagoda.integrations.staging import Staged, delete_if_possible, name_complete
 from pagoda.memory.identity import partial
 
 _NAME = "pagoda"
@@ -41,10 +41,10 @@ def saved(directory: Path, places: Sequence[str | Path], is_main: bool, wait: Ca
         wait()
         if is_main:
             staged.complete()
-            delete_quietly(staged.replaced, places)
+            delete_if_possible(staged.replaced, places)
     except BaseException:
         if is_main:
-            delete_quietly(partial(staged.directory), places)
+            delete_if_possible(partial(staged.directory), places)
         raise
     finally:
         staged.close()
@@ -78,7 +78,7 @@ def has_save(directory: Path) -> bool:
 
 def delete_save(directory: Path, places: Sequence[str | Path]) -> None:
     """Delete the save in a directory, and the directory if nothing else is in it."""
-    delete_quietly(directory / _NAME, places)
+    delete_if_possible(directory / _NAME, places)
     with suppress(OSError):  # a file of the user has this name
         directory.rmdir()
 

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
+from transformers.integrations import integration_utils
 
 from pagoda.api import plan_of, wrap
 from pagoda.config.reading import names_of
 from pagoda.config.run import PACKAGES, needs_package
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.console import lasting, say
-from pagoda.errors import ConfigError, check_installed
+from pagoda.errors import ConfigError, check_installed, unknown_name
 from pagoda.forecast.report import plan_table
 from pagoda.integrations.checkpoints import wear_of
 from pagoda.memory.ssd.lock import lock_directories
@@ -182,7 +183,12 @@ def _check_places(config: TrainConfig, ranks: int, again: bool) -> None:
     if config.lora_r is not None:
         check_installed("peft", NO_PEFT)
     for tracker in config.report_to:
-        module = {"azure_ml": "azureml", "flyte": "flytekit"}.get(tracker, str(tracker))
+        known = integration_utils.INTEGRATION_TO_CALLBACK
+        if tracker not in known:
+            said = f"--report-to {tracker} is no tracker of transformers."
+            raise unknown_name(tracker, known, said, f"It has {', '.join(sorted(known))}.")
+        other = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "transformers"}  # it has no package
+        module = other.get(tracker, tracker)
         check_installed(module, f"--report-to {tracker} needs {module}: pip install {module}")
     if config.plan == "search" and not hardware_file().exists():
         raise ConfigError("--plan search needs a machine that was measured: run `pagoda calibrate --ssd DIR` first")

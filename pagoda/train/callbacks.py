@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +67,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._losses: list[float] = []
         """Of each step of this call."""
         self._accesses: AccessCounts = {}
-        self._seconds = self._started = self._evaluated_s = self._evaluation_s = 0.0
-        """Seconds of all steps; when the first step began; seconds of all evaluations since then and of the last
-        one."""
+        self._seconds = 0.0
+        """Of all steps."""
         self._first: Line | None = None
         """The evaluation before the first step of this call, until the files of the run are made."""
 
@@ -84,7 +82,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if state.best_metric is not None and self._beginning.evaluated != (evaluator and evaluator.data):
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
             say(self._console, "Evaluation: not on the sequences of before: the best checkpoint is chosen anew")
-        self._started = time.monotonic()
         self._trace_after(done)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -105,7 +102,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer.log(_logged(line))
         if step == trainer.traced and self._mesh.everyone.rank == 0:
             self._write_timeline(step)
-        self._progress.show(line, self._left_s(step))
+        self._progress.show(line, (config.max_steps - step) * self._seconds / len(self._losses))
         self._show_moved()
         if step == config.max_steps:
             trainer.passes.optimizer.synchronize()  # so that the last evaluation reads all updates
@@ -118,8 +115,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         """Record an evaluation. Save if it is the best one, and stop if it is too long ago that one was."""
         step, config = state.global_step, self._config
         line = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-        self._evaluation_s = line["seconds"]
-        self._evaluated_s += line["seconds"]
         when = f"after step {step}" if step else "before the first step"
         say(
             self._console,
@@ -134,7 +129,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         best = state.best_global_step or 0
         if best == step:
             control.should_save |= config.keep_best
-        elif 0 < config.early_stopping_patience * config.evaluates_every <= step - best and step < config.max_steps:
+        elif 0 < config.early_stopping_patience * config.eval_steps <= step - best and step < config.max_steps:
             control.should_training_stop = True
             control.should_save |= config.save_at_end
             say(
@@ -166,15 +161,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             step_s=step_s,
             tokens_per_s=trainer.batches.tokens_per_step / step_s,
         )
-
-    def _left_s(self, step: int) -> float:
-        """Seconds until the end of the run, by its steps so far, with their checkpoints, and by the last evaluation."""
-        config, took_s = self._config, time.monotonic() - self._started - self._evaluated_s
-        left_s = (config.max_steps - step) * took_s / (step - self._trainer.done)
-        if self._trainer.evaluator is None:
-            return left_s
-        every = config.evaluates_every
-        return left_s + (ceil(config.max_steps / every) - (step - 1) // every) * self._evaluation_s
 
     def _trace_after(self, done: int) -> None:
         if done == self._trainer.traced - 1:

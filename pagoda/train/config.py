@@ -3,7 +3,7 @@
 `_FREE_ON_RESUME` lists what a resumed run may change: settings that do not change the bits (such as the split over
 tiers and ranks), the length of the run, and what it writes. Each rank reads other batches, so another number of ranks
 gives other bits from the same state. With the cosine schedule, another number of steps changes later learning rates.
-All other settings must stay as they were when the run started; `check_resumes` names those that differ.
+All other settings must stay as they were in the checkpoint; `check_resumes` names those that differ.
 """
 
 import json
@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from pagoda.config.decode import decoded
-from pagoda.config.reading import Data, Reading
+from pagoda.config.reading import Data, Reading, names_of
 from pagoda.config.run import StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
@@ -37,15 +37,8 @@ _FREE_ON_RESUME = frozenset(
 )
 """`begin` checks that another batch size or accumulation gives steps of as many sequences. `data` and `tokenizer` may
 have moved, because a checkpoint identifies its tokens. Settings under `memory` are free too."""
-TrackerName = Literal[
-    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab",
-    "tensorboard", "trackio", "wandb",
-]  # fmt: skip
-"""A tracker of transformers."""
 _LR = 3e-4
 _MOST_STEPS = 1 << 31
-EVALUATIONS, EVAL_ROWS = 10, 256
-"""Most evaluations in a run after the first step, and sequences in each, unless they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +122,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     records (JSON Lines, JSON, CSV, Parquet, Arrow, WebDataset) with texts (columns text, content), prompts and
     completions, or conversations (messages, conversations; instruction and output). The loss counts completions, and
     what assistants write."""
+    probabilities: tuple[float, ...] = ()
+    """Share of the sequences that each of several --data has, as in `datasets.interleave_datasets`: an epoch ends once
+    all of them have been read whole, and repeats sequences of the others. By default, each sequence is read once."""
     eval_data: Annotated[Data | None, tyro.conf.arg(metavar="DATA [DATA ...]")] = None
     """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
     --eval-steps steps, and keeps the checkpoint with the lowest."""
@@ -166,9 +162,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     checkpoint-100. Later ones are kept under other names. Settings that are not given keep their values. With last, the
     run starts from its first step if it has no checkpoint yet, and if --output-dir has no run yet and --model is given,
     it begins."""
-    report_to: tuple[TrackerName, ...] = ()
-    """Trackers that get the metrics too, as in transformers' trainer, with its variables such as WANDB_PROJECT.
-    tensorboard writes into the run directory."""
+    report_to: tuple[str, ...] = ()
+    """Trackers of transformers' trainer that get the metrics too, such as wandb, trackio or mlflow, with its variables
+    such as WANDB_PROJECT. tensorboard writes into the run directory."""
     verbose: bool = False
     """Print the reasons for the plan, too. They are in plan.json and in the report as well."""
     save_at_end: bool = True
@@ -195,9 +191,10 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
             raise ConfigError("give --eval-data, or --eval-share to hold out a part of --data, not both")
         if self.early_stopping_patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--early-stopping-patience compares evaluations: give --eval-data or --eval-share")
+        require(all(0 < each < math.inf for each in self.probabilities), "probabilities", self.probabilities, "above 0")
+        if self.probabilities and len(self.probabilities) != len(names_of(self.data or ())):
+            raise ConfigError("--probabilities has a number for each of several --data: give as many")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
-        names = get_args(TrackerName)
-        require({*self.report_to} <= {*names}, "report_to", self.report_to, f"some of {names}")
         if self.lora_r is not None and self.plan == "search":
             raise ConfigError("--plan search is for the training of all weights: leave it out with --lora-r")
         if self.pipeline_parallel > 1 and self.plan == "search":
@@ -217,11 +214,6 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     def most_checkpoints(self) -> int:
         """Number of checkpoints to keep: with evaluations at least two, the last one and the best one. 0: all."""
         return max(self.save_total_limit, 2) if self.save_total_limit and self.evaluates else self.save_total_limit
-
-    @property
-    def evaluates_every(self) -> int:
-        """Steps from one evaluation to the next."""
-        return self.eval_steps or max(1, math.ceil(self.max_steps / EVALUATIONS))
 
     def ranks_with_batches(self, ranks: int) -> int:
         """Number of ranks, or of groups of ranks that divide sequences, that have batches of their own, of `ranks` that
@@ -243,25 +235,22 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
         """The configuration from decoded JSON. Raises ConfigError if a setting is unknown, missing or out of range."""
         return decoded(TrainConfig, settings)
 
-    def check_resumes(self, started: "TrainConfig") -> None:
-        """Check that this configuration can continue a run that was started with `started`.
+    def check_resumes(self, saved: "TrainConfig", checkpoint: Path) -> None:
+        """Check that this configuration can continue from a checkpoint that was saved with the configuration `saved`.
 
         Raises ConfigError if settings differ that decide the bits of the run. Names each with both values.
         """
-        if differing := self.differing(started, "the run"):
-            raise ConfigError(
-                f"cannot resume {started.output_dir} with other settings: {', '.join(differing)}. Leave them out"
-                " to keep the run's own, or start a new run with another --output-dir"
-            )
-
-    def differing(self, other: "TrainConfig", whose: str) -> list[str]:
-        """The settings that decide the bits of a run and differ from `other`, each with both values."""
-        mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))
-        return [
-            f"{flag(name)} {value} ({whose} has {theirs[name]})"
+        mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(saved)))
+        differing = [
+            f"{flag(name)} {value} (the checkpoint has {theirs[name]})"
             for name, value in mine.items()
             if value != theirs[name] and name not in _FREE_ON_RESUME and not name.startswith("memory.")
         ]
+        if differing:
+            raise ConfigError(
+                f"cannot resume from {checkpoint} with other settings: {', '.join(differing)}. Leave them out, and put "
+                "back what was changed in run.yaml, or start a new run with another --output-dir"
+            )
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

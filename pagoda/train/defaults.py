@@ -27,7 +27,7 @@ from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_first
 from pagoda.mesh.world import may_be_restarted, was_restarted
 from pagoda.models.build import model_directory, positions_of
-from pagoda.train.config import EVAL_ROWS, EVALUATIONS, TrainConfig
+from pagoda.train.config import TrainConfig
 from pagoda.train.data import Rows
 from pagoda.train.run_dir import LAST, RunDir, unused
 from pagoda.train.seen import many
@@ -41,6 +41,8 @@ _LEAST_SEQUENCES = 8
 """Fewest sequences of a text. With less text, sequences are shorter."""
 _FEW_STEPS = 50
 _EVAL_SHARE, _LEAST_TO_HOLD_OUT = 0.05, 40
+_EVALUATIONS, _EVAL_ROWS = 10, 256
+"""Most evaluations in a run after the first step, and sequences in each."""
 _EVAL_TIME, _FORWARD, _LEAST_EVAL_ROWS = 0.1, 0.5, 32
 """Most of a run's time that evaluations take, the time of a forward without a backward, as a share of both, and
 sequences of an evaluation, with fewer of which a run evaluates less often."""
@@ -187,13 +189,16 @@ class Choices:
         if not self.config.max_length:
             seq_len, why = sequence_length(self.config, tokens)
             self.choose(why, max_length=seq_len)
-        rows = len(Rows.of(tokens, self.config.max_length, self.config.packing))
+        every = Rows.of(tokens, self.config.max_length, self.config.packing)
+        rows = len(every)
         if self.config.eval_share is None:
             holds_out = self.config.eval_data is None and self._kind != "random weights" and rows >= _LEAST_TO_HOLD_OUT
             why = f"of {rows:,} sequences, to see whether what is learned holds" if holds_out else ""
             self.choose(why, eval_share=_EVAL_SHARE if holds_out else 0.0)
         held = round(rows * (self.config.eval_share or 0))
         left = rows - held
+        if self.config.probabilities:
+            left = len(every.held_out(held, self.config.seed)[0].mixed(self.config.probabilities, self.config.seed))
         usual = 3.0 if tokens.about.whole else 1.0
         epochs = self.config.num_train_epochs or usual
         smaller = "fewer --tokens-per-step"
@@ -225,16 +230,16 @@ class Choices:
         most = int(
             trained * _EVAL_TIME / _FORWARD
         )  # forwards of all evaluations, one of which is before the first step
-        known = asked.max_eval_samples or EVAL_ROWS
+        known = asked.max_eval_samples or _EVAL_ROWS
         known = min(known, held or known)
         wanted = ceil(known / each)
         least = wanted if asked.max_eval_samples else min(wanted, ceil(_LEAST_EVAL_ROWS / each))
-        every = asked.eval_steps or ceil(steps / max(1, min(EVALUATIONS, steps, most // least - 1)))
+        every = asked.eval_steps or ceil(steps / max(1, min(_EVALUATIONS, steps, most // least - 1)))
         count = 1 + ceil(steps / every)
         if not asked.eval_steps:
             self.choose(f"{count} evaluations, one of them before the first step", eval_steps=every)
         if not asked.max_eval_samples:
-            rows = min(EVAL_ROWS, max(1, min(wanted, most // count)) * each)
+            rows = min(_EVAL_ROWS, max(1, min(wanted, most // count)) * each)
             share = _FORWARD * count * ceil(min(rows, known) / each) / trained
             self.choose(f"evaluations take at most about {share:.0%} of the time", max_eval_samples=rows)
 

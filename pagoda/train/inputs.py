@@ -17,7 +17,7 @@ from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_all, from_first
 from pagoda.prepare.documents import SHORT_TOKENS, attend_by_document, mask_bytes, window_of
-from pagoda.train.config import EVAL_ROWS, TrainConfig
+from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.passes import Passes
 from pagoda.train.seen import many
@@ -69,6 +69,9 @@ def batches_of(
                 "a smaller --max-length, or --eval-data"
             )
         rows, evaluated = rows.held_out(count, config.seed)
+    if config.probabilities:
+        rows = rows.mixed(config.probabilities, config.seed)
+        say(console, f"Mixture: an epoch has {len(rows):,} sequences, until every source has been read whole")
     batches = Batches(
         rows=rows,
         batch_size=config.per_device_train_batch_size,
@@ -80,10 +83,10 @@ def batches_of(
     )
     if evaluated is None:
         return batches, None
-    kept = evaluated.held_out(min(config.max_eval_samples or EVAL_ROWS, len(evaluated)), config.seed)[1]
+    kept = evaluated.held_out(min(config.max_eval_samples, len(evaluated)), config.seed)[1]
     few = f" of {len(evaluated):,}" if len(kept) < len(evaluated) else ""
     of = f"{len(kept):,}{few} sequences{' held out' if config.eval_share else ''}"
-    every = config.evaluates_every
+    every = config.eval_steps
     say(console, f"Evaluation: {of}, {f'every {every:,} steps' if every > 1 else 'after every step'}")
     return batches, replace(batches, rows=kept)
 

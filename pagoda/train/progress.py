@@ -40,7 +40,7 @@ class Progress:
         self._every = max(1, min((steps - done) // _LINES, _MOST_STEPS))
 
     def show(self, line: Line, left_s: float) -> None:
-        """Show a finished step, from its line of metrics.jsonl, and the seconds that are left."""
+        """Show a finished step, from its line of metrics.jsonl, and the seconds that the other steps take."""
         step = line["step"]
         if step % self._every and step not in (self._done + 1, self._steps) and line["step_s"] < _SLOW_S:
             return

@@ -1,7 +1,6 @@
 """Decides where a run begins: at its first step, after its last checkpoint, or after a named one."""
 
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +78,7 @@ def begin(
         if not (config.resume_from_checkpoint or (again and run_dir.config.exists())):
             run_dir.check_free()
             return None
-        config.check_resumes(run_dir.started_config())
+        run_dir.started_config()  # there must be a run
         name_complete(run_dir.path, PREFIX)
         every = run_dir.all_checkpoints()
         return every, run_dir.named(config.resume_from_checkpoint or LAST) if named or every else None
@@ -92,14 +91,13 @@ def begin(
         say(console, f"{run_dir.path} has no checkpoint yet: the run starts from its first step")
         return Beginning()
     with console.status(f"Checking {checkpoint.path}"):
-        problem, extra = _examined(checkpoint, list(config.memory.ssd_directories), mesh)
+        problem, extra = _examined(config, checkpoint, mesh)
     if problem is not None:
         others = names_of([each for each in every if each != checkpoint])
         raise CheckpointError(
             f"{checkpoint.path} cannot be used: {problem}. Nothing was changed. Its other checkpoints: {others}. Name "
             "one with --resume-from-checkpoint"
         )
-    _check_belongs(config, checkpoint, extra, run_dir)
     _check_batch(config, extra, mesh, console)
     later = [(c, unused(c.path.with_name(c.path.name + GONE_BACK))) for c in every if c.step > checkpoint.step]
     if later:
@@ -111,16 +109,21 @@ def begin(
     return Beginning(checkpoint, extra["samples"], extra.get(EVALUATED), tuple(later))
 
 
-def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
-    """Why a checkpoint cannot be used, or None; and what `pagoda train` added to it. The reading is divided over
-    ranks."""
+def _examined(config: TrainConfig, checkpoint: RunCheckpoint, mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
+    """Why a checkpoint cannot be used, or None; and what `pagoda train` added to it. The reading is divided over ranks.
+
+    Raises ConfigError if it was saved with settings that give other bits.
+    """
     problem, extra, everyone = None, {}, mesh.everyone
     try:
         if everyone.rank == 0:
             seals.check(checkpoint.path)
-        with reader.SavedCheckpoint(checkpoint.state, places) as opened:
+        with reader.SavedCheckpoint(checkpoint.state, list(config.memory.ssd_directories)) as opened:
             extra = opened.manifest["extra"]
-            problem = _not_ours(extra, checkpoint.step) or next(opened.damage(everyone.rank, everyone.size), None)
+            problem = _not_ours(extra, checkpoint.step)
+            if problem is None:
+                config.check_resumes(TrainConfig.from_settings(extra[CONFIG]), checkpoint.path)
+                problem = next(opened.damage(everyone.rank, everyone.size), None)
     except (CheckpointError, StorageError) as error:
         problem = str(error)
     problems = from_all(mesh, "the check of a checkpoint", problem)
@@ -132,15 +135,6 @@ def _not_ours(extra: object, step: int) -> str | None:
     if not isinstance(extra, dict) or not {CONFIG, "text", "samples", SAMPLES_PER_STEP} <= extra.keys():
         return "it is not one of `pagoda train`, or of another version"
     return None if extra.get("step") == step else f"it is the state after step {extra.get('step')}, under another name"
-
-
-def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[str, Any], run_dir: RunDir) -> None:
-    """Raises ConfigError if the checkpoint was saved with settings that give other bits."""
-    if differing := config.differing(TrainConfig.from_settings(extra[CONFIG]), "the checkpoint"):
-        raise ConfigError(
-            f"cannot resume from {checkpoint.path}: {run_dir.config} is not what it was saved with: "
-            f"{', '.join(differing)}. Put back the config.json of this run, or its checkpoints"
-        )
 
 
 def _check_batch(config: TrainConfig, extra: dict[str, Any], mesh: Mesh, console: Console) -> None:

@@ -1,6 +1,5 @@
 """The run directory: configuration, metrics and checkpoints of one run, and which checkpoint is the last."""
 
-import json
 import os
 import re
 import socket
@@ -11,12 +10,12 @@ from itertools import chain, count
 from pathlib import Path
 
 from pagoda.errors import CheckpointError, ConfigError
-from pagoda.memory.files import copy_durably, inside, make_directories, read_regular, sync_directory, write_durably
+from pagoda.memory.files import copy_durably, inside, make_directories, sync_directory, write_durably
 from pagoda.memory.identity import MANIFEST, STATE
 from pagoda.memory.lock import Lock
 from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import read_evaluations
-from pagoda.train.settings_file import settings_as_yaml
+from pagoda.train.settings_file import read_settings, settings_as_yaml
 
 LOCK = ".pagoda-lock"
 PREFIX = "checkpoint-"
@@ -25,7 +24,6 @@ LAST = "last"
 """Stands for the last checkpoint in place of a name."""
 GONE_BACK = ".later"
 """Suffix of checkpoints that are kept but no longer belong to the run, because it went back to an earlier one."""
-_MOST_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,8 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.json"
-        self.settings = path / "run.yaml"
-        """The settings, which a user may edit and give to another run with --config."""
+        self.config = path / "run.yaml"
+        """The settings, which a user may also give to another run with --config."""
         self.plan = path / "plan.json"
         """The plan and the machine, for a report."""
         self.timeline = path / "timeline.json"
@@ -89,7 +86,7 @@ class RunDir:
         """
         self.check_place()
         run = [self.config, self.metrics, self.evals, *self.path.glob(f"{PREFIX}*")]
-        others = [self.settings, self.plan, self.timeline, self.tokenizer]
+        others = [self.plan, self.timeline, self.tokenizer]
         if taken := [path.name for path in run + others if os.path.lexists(path)]:
             what = "a run" if self.config.exists() else "files that a run would replace"
             raise ConfigError(
@@ -98,21 +95,13 @@ class RunDir:
             )
 
     def started_config(self) -> TrainConfig:
-        """The configuration with which the run was started.
+        """The configuration with which the run was started, without its directory.
 
         Raises ConfigError if there is no run here, or if its configuration cannot be read.
         """
-        try:
-            content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
-        except OSError as error:
-            raise ConfigError(
-                f"there is no run in {self.path}: {self.config.name} cannot be read"
-                f" ({error.strerror or type(error).__name__}). Name the directory of a run"
-            ) from error
-        try:
-            return TrainConfig.from_settings(json.loads(content))
-        except (ConfigError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.config} is damaged, or another version wrote it: {error}") from error
+        if not self.config.exists():
+            raise ConfigError(f"there is no run in {self.path}: it has no run.yaml. Name the directory of a run")
+        return read_settings(self.config)
 
     def all_checkpoints(self) -> list[RunCheckpoint]:
         """All complete checkpoints, in the order of their steps. Only a complete checkpoint has its final name."""
@@ -189,14 +178,13 @@ class RunDir:
         with self._writing():
             make_directories(self.path)
             # First, because without it there is no run to resume, and with the others none can start.
-            write_durably(self.config, (json.dumps(config.settings(), indent=2) + "\n").encode())
+            write_durably(self.config, settings_as_yaml(config).encode())
             if tokenizer:
                 self.tokenizer.mkdir(exist_ok=True)
                 with inside(self.path, self.tokenizer.name) as folder:
                     for file in tokenizer:  # a run that is resumed keeps those with which it began
                         if file.is_dir() or not (self.tokenizer / file.name).exists():
                             copy_durably(file, folder)
-            write_durably(self.settings, settings_as_yaml(config).encode())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -228,8 +216,9 @@ def check_not_in_use(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold a run directory for this process. Creates the directory if it is missing.
 
-    The lock is on a separate file, because the directory itself may contain page stores, which lock it too. Afterwards
-    the file is removed, and so are directories that were created here and are still empty. Reading needs no lock.
+    The lock is on a file, because the directory itself may contain page stores, which lock it too, and because network
+    file systems exclude other nodes only from files. Afterwards the file is removed, and so are directories that were
+    created here and are still empty. Reading needs no lock.
 
     Raises ConfigError if another run holds the directory, or if it cannot be created or locked.
     """

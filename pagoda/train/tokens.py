@@ -10,7 +10,7 @@ Tokens that another command has written are read when they are opened, to compar
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,6 @@ import numpy.typing as npt
 import xxhash
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pagoda.checkpoint.directory import committed
 from pagoda.config.reading import Data, DataSettings, Reading, names_of
@@ -34,7 +33,7 @@ from pagoda.train.seen import Seen
 from pagoda.train.sources import Source, documents, find
 from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer, open_tokenizer
 
-_FORMAT = 11
+_FORMAT = 12
 _TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
 _USUAL = DataSettings()
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
@@ -54,6 +53,8 @@ class About:
     targets: int = 0
     """Number of tokens that the loss counts."""
     documents: int = 0
+    parts: list[int] = field(default_factory=list)
+    """The end of each source of several, in tokens."""
     files: int
     """0 for data sets of the Hub."""
     chats: bool = False
@@ -208,20 +209,17 @@ class _Writer:
 
     def write(self, console: Console) -> None:
         """Tokenise all documents, and show the progress. Raises ConfigError if there is no text."""
-        bar = Progress(
-            SpinnerColumn(),
-            TextColumn(f"Tokenising {self._about.source}: {{task.completed:,}} documents and conversations"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        with bar, (self._folder / _TOKENS).open("xb") as tokens, (self._folder / _ENDS).open("xb") as ends:
-            task = bar.add_task("", total=None)
-            found = (document for source in self._sources for document in documents(source, self._about.seen))
-            for batch in _batches(found):
-                self._write_batch(batch, tokens, ends)
-                bar.update(task, completed=self._about.documents)
+        doing = f"Tokenising {self._about.source}"
+        with (
+            console.status(doing) as status,
+            (self._folder / _TOKENS).open("xb") as tokens,
+            (self._folder / _ENDS).open("xb") as ends,
+        ):
+            for source in self._sources:
+                for batch in _batches(documents(source, self._about.seen)):
+                    self._write_batch(batch, tokens, ends)
+                    status.update(f"{doing}: {self._about.documents:,} documents and conversations")
+                self._about.parts.append(self._about.tokens)
             for file in (tokens, ends):
                 file.flush()
                 sync_descriptor(file.fileno(), self._folder)

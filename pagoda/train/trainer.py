@@ -54,7 +54,7 @@ def arguments(config: TrainConfig, passes: Passes, evaluates_first: bool) -> Tra
         seed=config.seed,
         ignore_data_skip=True,  # the order of the data begins anywhere
         eval_strategy="steps" if config.evaluates else "no",
-        eval_steps=config.evaluates_every,
+        eval_steps=config.eval_steps or None,
         eval_on_start=evaluates_first,
         metric_for_best_model="loss",
         greater_is_better=False,
@@ -122,7 +122,7 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
 
     def _evaluates_first(self) -> bool:
         """Whether an evaluation is due before the first step. A run that was interrupted may have left one out."""
-        if self.evaluator is None or self.done % self.config.evaluates_every:
+        if self.evaluator is None or self.done % self.config.eval_steps:
             return False
         evals, data = self.run_dir.evals, self.evaluator.data
         known = from_first(self.mesh, "the evaluations", lambda: read_evaluations(evals, data))
@@ -132,7 +132,7 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches of all steps that are left."""
-        order = _Order(self.batches, self.done, self.config.max_steps, self.passes.batches_at_once)
+        order: Any = self.batches.order(self.done, self.config.max_steps, self.passes.batches_at_once)
         generator = torch.Generator()  # else the loader draws from the one of dropout
         return DataLoader(self.batches, batch_sampler=order, collate_fn=dict, generator=generator)
 
@@ -208,16 +208,6 @@ class RunTrainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
                 + ", ".join(f"{name} was {theirs.get(name)} and is {ours.get(name)}" for name in differing)
                 + ". Put back what it was"
             )
-
-
-class _Order:
-    """The rows of each batch, for a DataLoader. It has no length, because a run need not end with an epoch."""
-
-    def __init__(self, *order: Any) -> None:
-        self._batches, *self._range = order
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._batches.order(*self._range)
 
 
 def _is_ours_alone(checkpoint: Path) -> bool:

@@ -20,7 +20,7 @@ from pagoda.train.config import TrainConfig
 OF_A_RUN = {
     # What it trains on, and where it writes.
     "download", "data", "dataset_text_field", "skip_bad", "dataset_config", "dataset_train_split",
-    "dataset_test_split", "dataset_revision", "dataset_streaming", "tokenizer", "cache",
+    "dataset_test_split", "dataset_revision", "dataset_streaming", "tokenizer", "cache", "probabilities",
     "eval_data", "eval_share", "eval_steps", "max_eval_samples", "early_stopping_patience", "keep_best",
     "packing", "num_train_epochs", "config", "report_to", "seed",
     "output_dir", "resume_from_checkpoint", "save_at_end", "verbose",

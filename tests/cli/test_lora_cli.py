@@ -69,7 +69,7 @@ def test_adapters_train_over_weights_that_exceed_ram_and_keep_their_rank(
     assert all(value.any() for value in found.values()), "lora_B starts as zeros"
     again = f"train --resume-from-checkpoint last --output-dir {trained / 'run'} --memory.ssd {trained / 'ssd'}"
     assert command(f"{again} --max-steps 6 --lora-r 8") == 2
-    assert "--lora-r 8 (the run has 4)" in capsys.readouterr().err
+    assert "--lora-r 8 (the checkpoint has 4)" in capsys.readouterr().err
 
 
 def test_the_adapter_is_exported_and_merged(

@@ -16,6 +16,7 @@ from pagoda.checkpoint.pending import PendingCheckpoint
 from pagoda.cli.main import main
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.metrics import read_metrics
+from pagoda.train.settings_file import read_settings
 from tests.cli.workspace import STEPS, Workspace, curve
 from tests.tiny import LLAMA, at_the_first_batch
 
@@ -42,10 +43,10 @@ def test_a_run_writes_metrics_configuration_and_a_trace_and_its_loss_falls(
     assert metrics[-1]["bytes_moved"]["ssd_read"] > 0
     assert metrics[-1]["peak_bytes"]["host"] <= 1 << 20
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.2
-    saved = json.loads((work.root / "run" / "config.json").read_text())
-    assert (saved["max_steps"], saved["memory"]["host"]) == (STEPS, "480KiB")
+    saved = read_settings(work.root / "run" / "run.yaml")
+    assert (saved.max_steps, saved.memory.host) == (STEPS, "480KiB")
     names = sorted(entry.name for entry in (work.root / "run").iterdir())
-    written = ["config.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
+    written = ["metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
     assert names == [f"checkpoint-{STEPS}", *written, "trace.json"]
     shown = capsys.readouterr().out
     assert shown.index("Plan:") < shown.index(f"step 1/{STEPS}")

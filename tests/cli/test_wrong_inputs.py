@@ -24,8 +24,9 @@ WRONG = {
     f"{CHATS} --lora-target-module q_proj": r"Did you mean '--lora-target-modules'\?",
     f"{CHATS} --learning-rate -1": r"--learning-rate is -1\.0; it must be above 0",
     f"{CHATS} --output-dir=": "--output-dir is empty: give a value",
-    f"{CHATS} --output-dir {'x' * 256}": "x(.config.json)? cannot be used: File name too long",
+    f"{CHATS} --output-dir {'x' * 256}": "x(.run.yaml)? cannot be used: File name too long",
     f"{CHATS} --load-in-4bit": r"--load-in-4bit is for .*: give --lora-r too",
+    f"{CHATS} --report-to tensorbord": r"no tracker of transformers\. Did you mean 'tensorboard'\?",
     f"{CHATS} --lora-r 0": "--lora-r is 0; it must be at least",
     f"{CHATS} --lora-r 8 --load-in-4bit --load-in-8bit": "give --load-in-4bit or --load-in-8bit, not both",
     "train --config none.yaml": r"none\.yaml cannot be read: .*name a file of settings",
@@ -68,7 +69,6 @@ BY_TYRO = {
     f"{CHATS} --max-steps 1.5": "Error parsing --max-steps: ",
     f"{CHATS} --output-dir": "Missing value for argument '--output-dir'",
     f"{CHATS} --precision fp8": "invalid choice 'fp8' for argument '--precision'",
-    f"{CHATS} --report-to tensorbord": "invalid choice 'tensorbord' for argument '--report-to'",
 }
 """What tyro cannot read -> what it says."""
 

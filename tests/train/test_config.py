@@ -75,16 +75,16 @@ def test_json_that_is_no_configuration_is_refused() -> None:
 def test_a_resumed_run_may_change_what_does_not_decide_its_bits() -> None:
     memory = Memory(host="1GiB", device="cpu:512MiB")
     free = {"max_steps": 40, "output_dir": Path("moved"), "data": "elsewhere", "save_steps": 5}
-    replace(BASE, **free, memory=memory, resume_from_checkpoint="last").check_resumes(BASE)
+    replace(BASE, **free, memory=memory, resume_from_checkpoint="last").check_resumes(BASE, Path("checkpoint-2"))
     for change, names in (
-        ({"model": "gpt2"}, "--model gpt2 .the run has llama-15m"),
+        ({"model": "gpt2"}, "from checkpoint-2 .*--model gpt2 .the checkpoint has llama-15m"),
         ({"seed": 1}, "--seed"),
         ({"max_grad_norm": 0.0}, "--max-grad-norm 0"),
         ({"learning_rate": 1e-3}, r"--learning-rate 0.001"),
         ({"precision": "fp32"}, "--precision"),
     ):
         with pytest.raises(ConfigError, match=names):
-            replace(BASE, **change).check_resumes(BASE)
+            replace(BASE, **change).check_resumes(BASE, Path("checkpoint-2"))
 
 
 def test_the_learning_rate_warms_up_then_stays_or_follows_the_cosine_to_its_minimum() -> None:

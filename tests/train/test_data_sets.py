@@ -151,6 +151,44 @@ def test_several_data_follow_one_another(tmp_path: Path) -> None:
     assert text_of(open_tokens(names, cache=tmp_path / "cache")) == "two\nthree\nfour"
 
 
+@pytest.fixture
+def two_texts(tmp_path: Path) -> tuple[str, str]:
+    """One of 20 sequences of 20 bytes, and one of 60."""
+    for name, count in (("a", 400), ("b", 1200)):
+        (tmp_path / f"{name}.txt").write_text(name * count)
+    return str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
+
+
+def test_a_mixture_has_the_shares_that_are_asked_for_from_the_seed_and_leaves_nothing_out(
+    two_texts: tuple[str, str], tmp_path: Path
+) -> None:
+    rows = Rows.of(open_tokens(two_texts, cache=tmp_path / "cache"), 20)
+    mixed = rows.mixed((9, 1), seed=0)
+    share = (mixed.starts < 400).mean()
+    assert 0.85 < share < 0.95
+    assert {*mixed.starts} == {*rows.starts}
+    assert mixed.starts.tolist() == rows.mixed((0.9, 0.1), seed=0).starts.tolist()
+    assert mixed.starts.tolist() != rows.mixed((0.9, 0.1), seed=1).starts.tolist()
+    with pytest.raises(ConfigError, match="include some without a sequence"):
+        replace(rows, starts=rows.starts[:20], stops=rows.stops[:20]).mixed((1, 1), seed=0)
+
+
+def test_a_run_on_a_mixture_counts_its_epoch_and_keeps_its_shares(two_texts: tuple[str, str], tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, data=two_texts, probabilities=(0.5, 0.5), max_steps=0, max_length=20, eval_share=0.2)
+    result, shown = trained(replace(config, num_train_epochs=0.1))
+    (line,) = [line for line in shown.splitlines() if line.startswith("Mixture: an epoch has ")]
+    rows = int(line.split()[4])
+    assert rows > 80, "48 of b, and about as many of the 16 of a"
+    assert result is not None
+    assert result.last_step == -(-rows // 10 // config.per_device_train_batch_size)
+    on = replace(config, max_steps=20, resume_from_checkpoint="last")
+    with pytest.raises(ConfigError, match=r"--probabilities \(0.7, 0.3\) \(the checkpoint has \(0.5, 0.5\)\)"):
+        trained(replace(on, probabilities=(0.7, 0.3)))
+    for wrong in ((1.0,), (1.0, 0.0)):
+        with pytest.raises(ConfigError, match=r"give as many|must be above 0"):
+            replace(config, probabilities=wrong)
+
+
 def test_several_data_are_given_on_the_command_line_and_kept_for_resuming(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

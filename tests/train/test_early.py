@@ -16,7 +16,7 @@ REFUSED = {
     "--memory.ssd none": "SSD directory none cannot be used",
     "--memory.ssd used": "SSD directory used is in use by",
     "--output-dir used": "--output-dir used is in use by another run",
-    "--output-dir old": "--output-dir old already holds a run (config.json, ",
+    "--output-dir old": "--output-dir old already holds a run (run.yaml",
     "--output-dir text": "--output-dir text: text is a file",
     "--tokenizer none": "--tokenizer none is not a directory",
     "--eval-data none": "'none' does not exist",

@@ -25,8 +25,8 @@ def test_a_directory_stays_if_a_run_wrote_to_it_and_the_lock_leaves_nothing_behi
         assert directory.is_dir()
     assert list(tmp_path.iterdir()) == []
     with locked(directory):
-        (directory / "config.json").touch()
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["config.json"]
+        (directory / "run.yaml").touch()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["run.yaml"]
 
 
 def test_the_end_of_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ from pagoda.config.memory import Memory
 from pagoda.memory.sizes import format_rate
 from pagoda.train import run
 from pagoda.train.callbacks import RunCallback
-from pagoda.train.evaluate import Evaluator
-from pagoda.train.metrics import Line, read_metrics
-from pagoda.train.passes import Passes
+from pagoda.train.metrics import read_metrics
 from pagoda.train.progress import Progress, expected
 from tests.tiny import tiny_run, trained, write_model
 from tests.train.test_metrics import METRICS
@@ -90,27 +87,13 @@ def test_few_lines_come_before_the_first_step_and_the_reasons_are_elsewhere(tmp_
     assert all(reason.rstrip(".") in " ".join(long.split()) for reason in reasons)
 
 
-def test_time_that_is_left_counts_evaluations_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1 s, and evaluations of 10 s before the first, after every second one and after the last."""
-    now, left = [0.0], []
-
-    def measured(self: RunCallback, step: int) -> Line:
-        now[0] += 1.0
-        return {**METRICS, "step": step, "step_s": 1.0}
-
-    def measure(self: Evaluator, passes: Passes, step: int) -> Line:
-        now[0] += 10.0
-        figures = dict.fromkeys(("loss", "perplexity", "bits_per_byte"), 1.0)
-        return {"step": step, **figures, "sequences": 1, "tokens": 1, "data": "", "seconds": 10.0}
-
-    monkeypatch.setattr(RunCallback, "measured", measured)
-    monkeypatch.setattr(Evaluator, "measure", measure)
-    monkeypatch.setattr(RunCallback, "_write_timeline", lambda *_: None)
-    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr("pagoda.train.callbacks.time", clock)
+def test_time_that_is_left_is_that_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1, 2, 3 and 4 s."""
+    left: list[float] = []
+    monkeypatch.setattr(RunCallback, "measured", lambda _, step: {**METRICS, "step": step, "step_s": float(step)})
     monkeypatch.setattr(Progress, "show", lambda self, metrics, left_s: left.append(left_s))
-    trained(tiny_run(tmp_path, plan="usual", max_steps=5, eval_share=0.2, eval_steps=2, save_at_end=False))
-    assert left == pytest.approx([34.0, 33.0, 22.0, 21.0, 10.0])
+    trained(tiny_run(tmp_path, plan="usual", max_steps=4, save_at_end=False))
+    assert left == pytest.approx([3.0, 3.0, 2.0, 0.0])
 
 
 @pytest.mark.parametrize(

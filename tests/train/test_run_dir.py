@@ -71,5 +71,5 @@ def test_a_broken_configuration_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run in"):
         run_dir.started_config()
     HOSTILE[case](run_dir.config)
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
         run_dir.started_config()

@@ -98,7 +98,7 @@ def test_an_export_has_no_file_to_which_a_link_of_the_run_leads(directory: Path,
     assert not (tmp_path / "exported").exists()
 
 
-@pytest.mark.parametrize("where", ["report.html", "plan.json", "timeline.json", "metrics.jsonl", "config.json"])
+@pytest.mark.parametrize("where", ["report.html", "plan.json", "timeline.json", "metrics.jsonl", "run.yaml"])
 def test_a_report_waits_for_no_pipe_and_reads_no_endless_file(
     where: str, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
