@@ -23,8 +23,8 @@ from pagoda.train.run_dir import RunDir
 BEGINNING = '<!DOCTYPE html><html lang="en" data-made-by="pagoda report">'
 """The beginning of every page. Only files that begin with it are overwritten."""
 _PAGE = (
-    BEGINNING + '<head><meta charset="utf-8"><title>pagoda report</title><style>{stylesheet}</style></head>'
-    "<body><pre style=\"font-family: Menlo, 'DejaVu Sans Mono', Consolas, monospace\">{code}</pre></body></html>\n"
+    BEGINNING + '<head><meta charset="utf-8"><title>Run</title><style>{stylesheet}</style></head>'
+    '<body><pre style="font-family: monospace; line-height: 1.2">{code}</pre></body></html>\n'
 )
 _MOST_STEPS = 20
 """Steps whose losses are shown."""
@@ -69,8 +69,7 @@ def _page_of(directory: Path) -> str:
     if plan:
         _show_lanes(console, plan["timeline"], measured, plan["not_predicted"])
         _show_tiers(console, plan, steps)
-        lines = "Why this plan:", *(f"- {reason}" for reason in plan["reasons"])
-        console.print(*lines, sep="\n", markup=False, highlight=False)
+        say(console, "Why this plan:", *(f"- {reason}" for reason in plan["reasons"]))
     return console.export_html(code_format=_PAGE)
 
 
