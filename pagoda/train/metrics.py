@@ -9,13 +9,16 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pagoda.memory.files import append_to, read_regular, storage_errors, write_durably
+from pagoda.memory.forms import Form, FormError, check
 
 _log = logging.getLogger("pagoda")
 _MOST_BYTES = 1 << 34
 """More bytes than the lines of any run take."""
+_LARGEST = 1e100
+"""The largest number that readers accept: larger ones cannot be drawn or added up."""
 
 Line = dict[str, Any]
 """A line of a file: key -> value in JSON's types. `step` is the number of steps that were done."""
@@ -65,22 +68,46 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[Line]:
-    """The lines of a file, in order. Leaves out lines that are damaged or cut short by a crash. Empty if there is no
-    file.
+def number(value: object) -> bool:
+    """a number"""
+    return type(value) in (int, float) and abs(cast(float, value)) <= _LARGEST  # not NaN, which is not below it
+
+
+def number_or_null(value: object) -> bool:
+    """a number or null"""
+    return value is None or number(value)
+
+
+_ANY: dict[str, Form] = {"step": int}
+STEP_FORM = {"step": int, "loss": number_or_null, "step_s": number, "tokens_per_s": number, "peak_bytes": {str: int}}
+"""What a report needs of the line of a step; see `memory.forms`."""
+_EVALUATION_FORM = {"step": int, **dict.fromkeys(("loss", "perplexity", "bits_per_byte"), number_or_null)}
+
+
+def read_metrics(path: Path, form: Mapping[str, Form] = _ANY) -> list[Line]:
+    """The lines of a file, in order. Leaves out lines that are damaged or cut short by a crash, or lack what `form`
+    needs. Empty if there is no file.
 
     Raises StorageError if the file cannot be read.
     """
     with storage_errors(f"{path} cannot be read"):
-        return [line for _, line in _lines(path)] if path.exists() else []
+        return [line for _, line in _lines(path) if _has_form(line, form)] if path.exists() else []
 
 
 def read_evaluations(path: Path, data: str | None = None) -> list[Line]:
     """The lines of evaluations whose losses can be compared: those on the sequences `data`, or on those of the last
     line."""
-    lines = read_metrics(path)
+    lines = read_metrics(path, _EVALUATION_FORM)
     data = data or (lines[-1].get("data") if lines else None)
     return [line for line in lines if line.get("data") == data]
+
+
+def _has_form(line: Line, form: Mapping[str, Form]) -> bool:
+    try:
+        check({key: line[key] for key in form if key in line}, dict(form))
+    except FormError:
+        return False
+    return True
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Line]]:

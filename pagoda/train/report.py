@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pagoda.console import say
-from pagoda.errors import ConfigError, PagodaError
+from pagoda.errors import ConfigError
 from pagoda.forecast.report import format_seconds
 from pagoda.memory.files import read_regular
 from pagoda.memory.forms import FormError, whole
 from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.tiers import LaneName
 from pagoda.simulate.timeline import ALL_LANES
-from pagoda.train.metrics import read_evaluations, read_metrics
+from pagoda.train.metrics import STEP_FORM, read_evaluations, read_metrics
 from pagoda.train.run_dir import RunDir
 
 BEGINNING = '<!DOCTYPE html><html lang="en" data-made-by="pagoda report">'
@@ -32,20 +32,10 @@ _Record = Mapping[str, Any]
 
 
 def report(directory: Path) -> str:
-    """The HTML page of a run's directory. Raises ConfigError if there is no run or no step yet, or if a file was edited
-    or damaged."""
-    try:
-        return _page_of(directory)
-    except PagodaError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ConfigError(f"{directory} has a file that was edited or damaged: {error!r}") from error
-
-
-def _page_of(directory: Path) -> str:
+    """The HTML page of a run's directory. Raises ConfigError if there is no run or no step yet."""
     run = RunDir(directory)
     config = run.started_config()
-    steps, evals = read_metrics(run.metrics), read_evaluations(run.evals)
+    steps, evals = read_metrics(run.metrics, STEP_FORM), read_evaluations(run.evals)
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
     plan, measured = (_read(file) if file.exists() else None for file in (run.plan, run.timeline))

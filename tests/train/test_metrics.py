@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.errors import StorageError
 from pagoda.runtime.stats import StepStats
-from pagoda.train.metrics import Line, MetricsFile, read_metrics
+from pagoda.train.metrics import STEP_FORM, Line, MetricsFile, read_metrics
 from pagoda.train.step_metrics import of_step
 
 KEYS = {
@@ -63,6 +63,19 @@ def test_a_damaged_line_and_one_cut_short_by_a_crash_take_no_other_with_them(tmp
         path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
         write_steps(path, range(5, 7), after_step=4)
         assert steps_in(path) == [1, 2, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss", "low"), ("loss", math.inf), ("step_s", 10**400), ("peak_bytes", {"host": None}), ("step", True)],
+)
+def test_a_line_with_another_type_is_left_out_where_that_would_be_drawn(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    write_steps(tmp_path / "m", range(1, 3))
+    first, second = (tmp_path / "m").read_text().splitlines()
+    (tmp_path / "m").write_text(f"{json.dumps({**json.loads(first), key: value})}\n{second}\n")
+    assert [line["step"] for line in read_metrics(tmp_path / "m", STEP_FORM)] == [2]
 
 
 class Short:
