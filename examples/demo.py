@@ -56,7 +56,7 @@ def main() -> None:
     pagoda(f"train --resume-from-checkpoint last --memory.ssd {OUT}/pages --output-dir {paged}")
     print("\n3. The same run with all state in RAM, not interrupted.")
     pagoda(f"{train} --output-dir {whole}")
-    print("\n4. A report to open in a browser: losses, the plan, and how long drive and compute worked.")
+    print("\n4. A report to open in a browser: losses, the plan, and when drive and compute worked.")
     pagoda(f"report {paged} --out {OUT}/report.html")
 
     print("\nWhat this shows:")
