@@ -6,17 +6,15 @@ Conversations, and prompts with their completions, are kept whole: a row has as 
 row, attention and loss end at the end of each document: positions start again, and no token is predicted from another
 document.
 
-An epoch visits every row once, in an order that numpy draws from (seed, epoch). In a mixture, rows of some sources are
-there more than once. Sample number g = ((step * gradient_accumulation_steps + index) * ranks + rank) * batch_size +
-position is row g % rows of epoch g // rows. So in each forward pass, ranks have consecutive parts of the batch that one
-rank would have. A resumed run needs only the number of steps done (`first_step`, and `first_sample` if the number of
-ranks has changed). The order does not depend on earlier batches or on the memory split, and `RandomState` draws the
-same in all versions of numpy.
+An epoch visits every row once, in an order keyed by (seed, epoch). In a mixture, rows of some sources are there more
+than once. Sample number g = ((step * gradient_accumulation_steps + index) * ranks + rank) * batch_size + position is
+row g % rows of epoch g // rows. So in each forward pass, ranks have consecutive parts of the batch that one rank would
+have. A resumed run needs only the number of steps done (`first_step`, and `first_sample` if the number of ranks has
+changed). The order does not depend on a library's random generator, on earlier batches or on the memory split.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +25,9 @@ from pagoda.errors import ConfigError
 from pagoda.prepare.sequence_parallel import IGNORED
 from pagoda.train.tokens import Tokens
 
-_HELD_OUT = (1 << 32) - 1
-"""Stands for an epoch in the order that chooses the held-out rows. No epoch is that late."""
+_HELD_OUT = 1 << 32
+"""Stands for an epoch in the key of the order that chooses the held-out rows."""
+_FEISTEL_ROUNDS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +72,7 @@ class Rows:
 
     def held_out(self, count: int, seed: int) -> "tuple[Rows, Rows]":
         """Two parts: the rows to train on, and `count` rows chosen by the seed."""
-        order = _order_of(len(self), seed, _HELD_OUT)
+        order = _permuted(np.arange(len(self), dtype=np.int64), len(self), (seed, _HELD_OUT))
         chosen, kept = np.sort(order[:count]), np.sort(order[count:])
         first, second = (Rows(self.tokens, self.length, self.starts[at], self.stops[at]) for at in (kept, chosen))
         return first, second
@@ -205,7 +204,7 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
         result = np.empty(self.batch_size, dtype=np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            result[chosen] = _order_of(count, self.seed, int(epoch))[positions[chosen]]
+            result[chosen] = _permuted(positions[chosen], count, (self.seed, int(epoch)))
         return result
 
     def __len__(self) -> int:
@@ -248,7 +247,31 @@ def counted(labels: torch.Tensor) -> int:
     return max(1, int(labels[:, 1:].ne(IGNORED).sum()))
 
 
-@lru_cache(maxsize=2)
-def _order_of(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """All of `count` rows in a random order, int64 [count]."""
-    return np.random.RandomState([seed, epoch]).permutation(count)
+def _permuted(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """Where a keyed permutation of range(size) sends `positions`, without a table of `size` entries.
+
+    A Feistel network permutes the smallest range of an even number of bits that contains range(size). A result outside
+    range(size) is permuted again until it is inside ("cycle walking"), so the result is a permutation of range(size).
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    seed, epoch = (np.array([part], dtype=np.uint64) for part in key)
+    salt = _mixed(_mixed(seed) ^ epoch)
+    round_keys = [_mixed(salt + np.uint64(i)) for i in range(_FEISTEL_ROUNDS)]
+    values = positions.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> half, values[outside] & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mixed(right ^ round_key) & mask)
+        values[outside] = left << half | right
+        outside = values >= np.uint64(size)
+    return values.astype(np.int64)
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014), elementwise modulo 2**64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
