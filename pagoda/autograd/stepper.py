@@ -59,6 +59,8 @@ class Stepper:
     def __post_init__(self) -> None:
         self._options = self.accesses.plan.options
         self.scheduler = self._executor.driver.scheduler
+        self.queued = 0
+        """Number of updates queued so far. Each is of one unit."""
         self._early_hypers: NextHypers | None = None
         """The hyperparameters at the time when the first update before this `step()` was prepared."""
         self.values = GradientValues(self, self._executor)
@@ -319,6 +321,7 @@ class Stepper:
             if not segments:
                 unused.append(unit.index)
             gradient.request()
+        self.queued += sum(bool(gradient.segments) for gradient in self.gradients.of_step().values())
         self.accesses.tell(self._executor.end_step, clipped, changed, unused)
 
     def _scale_of(self, unit: LiveUnit, slot: int) -> float:

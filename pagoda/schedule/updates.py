@@ -373,7 +373,7 @@ class UpdateSchedule:
             for unit in sorted(lacking):
                 self.retry(unit)
         for updater, queue in enumerate(self._queues):
-            while queue and self._admitted[updater] < MOST_ADMITTED and not self._versions.failed:
+            while self._admitted[updater] < MOST_ADMITTED and queue and not self._versions.failed:
                 update = heappop(queue)[-1]
                 if self._versions.of[update.unit].update is update and update.state is UpdateState.QUEUED:
                     self._admit(update)
