@@ -211,6 +211,7 @@ class CudaDevice(Device):
         """The stream that compute used last, as far as is known."""
         self._used: tuple[torch.cuda.Stream, ...] = (self._compute,)
         """All streams that compute has used."""
+        self._noting = threading.Lock()
         self._joined = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         """Only waits for all of these, if there are several."""
         self._arriving = [Arrival((), tuple)] * _ARRIVING
@@ -245,9 +246,10 @@ class CudaDevice(Device):
         warm_up_gpu(rule, precision, gradient, self.torch_device, BOUNCE_ELEMENTS)
 
     def computing(self) -> None:
-        self._compute = torch.cuda.current_stream(self.torch_device)
-        if self._compute not in self._used:
-            self._used = (*self._used, self._compute)
+        self._compute = compute = torch.cuda.current_stream(self.torch_device)
+        if compute not in self._used:
+            with self._noting:  # autograd's threads call this too
+                self._used = (*self._used, compute)
 
     def fence(self) -> Event:
         used, event = self._used, torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -260,9 +262,10 @@ class CudaDevice(Device):
         self._behind(torch.cuda.current_stream(self.torch_device), event)
 
     def as_compute(self) -> AbstractContextManager[object]:
+        compute = self._compute  # another thread may change it
         if len(self._used) > 1:
-            self._behind(self._compute, self.fence())
-        return torch.cuda.stream(self._compute)
+            self._behind(compute, self.fence())
+        return torch.cuda.stream(compute)
 
     def beside_compute(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._ranks)

@@ -17,6 +17,7 @@ from zoo import MODELS, PAGE, UNIT_LIMIT, Batch, Outcome, Recipe, batch, loss_of
 
 import pagoda
 from pagoda.memory.cuda import CudaArena
+from pagoda.runtime.device import CudaDevice
 
 from .test_device import COPIED, WHOLE, assert_updated_on_device, device_bytes, memory as in_ram
 
@@ -290,6 +291,23 @@ def test_weights_that_are_read_on_a_stream_of_their_own_are_not_overwritten_mean
         )
         outcomes.append(run(Branches(unit == "function"), memory, loop, precision="fp32"))
     outcomes[1].assert_same_bits(outcomes[0])
+
+
+def test_work_as_compute_is_on_the_stream_that_was_made_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though compute turns to another one meanwhile."""
+    device, first, other = CudaDevice(torch.device("cuda", 0)), torch.cuda.current_stream(), torch.cuda.Stream()
+    fence = CudaDevice.fence
+
+    def turn_to_the_other(device: CudaDevice) -> Any:
+        with torch.cuda.stream(other):
+            device.computing()
+        return fence(device)
+
+    turn_to_the_other(device)
+    device.computing()
+    monkeypatch.setattr(CudaDevice, "fence", turn_to_the_other)
+    with device.as_compute():
+        assert torch.cuda.current_stream() == first
 
 
 def test_a_gpu_without_room_is_refused() -> None:
