@@ -18,6 +18,7 @@ from zoo import MODELS, PAGE, UNIT_LIMIT, Batch, Outcome, Recipe, batch, loss_of
 import pagoda
 from pagoda.memory.cuda import CudaArena
 from pagoda.runtime.device import CudaDevice
+from pagoda.schedule import updates
 
 from .test_device import COPIED, WHOLE, assert_updated_on_device, device_bytes, memory as in_ram
 
@@ -291,6 +292,17 @@ def test_weights_that_are_read_on_a_stream_of_their_own_are_not_overwritten_mean
         )
         outcomes.append(run(Branches(unit == "function"), memory, loop, precision="fp32"))
     outcomes[1].assert_same_bits(outcomes[0])
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e3])
+def test_units_whose_weights_live_there_are_updated_before_the_norm_is_known(
+    clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has two versions of their weights."""
+    monkeypatch.setattr(updates, "CALM_STEPS", 0)
+    recipe = Recipe("llama", clip=clip, announced=True)
+    outcome = assert_same_everywhere(recipe, PASSING_AND_HOME, tmp_path)
+    assert outcome.plan.bytes["device"]["versions"]
 
 
 def test_work_as_compute_is_on_the_stream_that_was_made_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
