@@ -457,7 +457,7 @@ class Engine:
         """`norms` are None if the step was skipped."""
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
-        *_, kept, called_off = self.scheduler.usage
+        usage = self.scheduler.usage
         activations = self.graphs.end_step()
         self.stats = StepStats(
             step=self._step,
@@ -474,11 +474,11 @@ class Engine:
             accesses=meter.accesses,
             replanned=replanned,
             staleness=dict(self.accesses.staleness),
-            updates_kept=kept - self._speculations[0],
-            updates_called_off=called_off - self._speculations[1],
+            updates_kept=usage.kept - self._speculations[0],
+            updates_called_off=usage.called_off - self._speculations[1],
             activation_bytes=activations,
         )
-        self._speculations = kept, called_off
+        self._speculations = usage.kept, usage.called_off
         if meter.recorder is not None:
             self._end_recording(meter.recorder)
         meter.reset()

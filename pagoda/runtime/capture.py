@@ -10,8 +10,8 @@ from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.page import PageRun
 from pagoda.memory.region import Region
 from pagoda.plan.tiers import DEVICE, HOST
+from pagoda.runtime.buffers import BufferPool
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
-from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 
 _log = logging.getLogger("pagoda")
@@ -77,7 +77,7 @@ class Capture:
         """Number of units that have not been read completely."""
         self._over = False
         self._error: BaseException | None = None
-        self._bounce = Ring([store.spare])
+        self._bounce = BufferPool([store.spare])
         """Buffer for a piece that cannot be written directly from its place."""
 
     # --- for the scheduler ---

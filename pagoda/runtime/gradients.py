@@ -19,11 +19,11 @@ from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD, WEIGHT
 from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import HOST, LaneName, update_threads
+from pagoda.runtime.buffers import BufferPool
 from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, taken
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.next_update import Segment
-from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.schedule.operations import Offload, Reload, Spill
 from pagoda.schedule.records import GradientRecord
@@ -181,7 +181,7 @@ class GradientBuffers:
         self._staging = store.host.take(plan.placement.pages(HOST, STAGING))
         pages, (buffers, self._bounced) = plan.placement.pages(HOST, BOUNCE), plan.layout.bounce
         landings = [store.host.take(pages // buffers) for _ in range(buffers if pages else 0)]
-        self._bounce = Ring(landings)
+        self._bounce = BufferPool(landings)
         """Room for `_bounced` elements each, in which gradients from a separate device land before they are added."""
         self._most_in_flight = plan.gradients_in_flight_bytes
 
@@ -334,7 +334,7 @@ class GradientBuffers:
 
     def let_go(self) -> None:
         """Let go of all buffers."""
-        self._bounce = Ring(())
+        self._bounce = BufferPool(())
 
     def close(self) -> None:
         """Join the threads that add gradients."""

@@ -14,9 +14,9 @@ from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, LEASES
 from pagoda.plan.tiers import HOST, SSD, LaneName
+from pagoda.runtime.buffers import BufferPool
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, all_of
-from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.schedule.operations import Evict, Outdate, Question
 from pagoda.schedule.records import Lease
@@ -98,7 +98,7 @@ class Fetcher:
         self._region = (store.device or store.host).take(frames)
         pages = plan.placement.pages(HOST, FETCH_RING) // FETCH_SLOTS
         self._piece_bytes = self._page_bytes * (pages or pages_for(_PIECE_BYTES, self._page_bytes))
-        self._ring = Ring(store.host.take(pages) for _ in range(FETCH_SLOTS if pages else 0))
+        self._ring = BufferPool(store.host.take(pages) for _ in range(FETCH_SLOTS if pages else 0))
         in_frames = plan.leased_pages()
         for unit in self._units:
             if unit.index not in in_frames:

@@ -66,9 +66,9 @@ class StepMeter:
 
     def hold(self, scheduler: Scheduler) -> None:
         """Note what leases and gradient buffers hold now. The driver calls this after events, under its lock."""
-        frames, _, pages, *_ = scheduler.usage
-        self._frames.note(frames)
-        self._pages.note(pages)
+        usage = scheduler.usage
+        self._frames.note(usage.frames)
+        self._pages.note(usage.pages)
 
     def tier_use(self, plan: Plan) -> dict[str, TierUse]:
         """tier -> how much of its budget was in use since the step began. Offloaded activations are not counted."""

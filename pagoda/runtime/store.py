@@ -22,8 +22,8 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
+from pagoda.runtime.buffers import BufferPool
 from pagoda.runtime.device import PAST, Device
-from pagoda.runtime.ring import Ring
 from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.versions import version_pools
@@ -122,7 +122,7 @@ class Store:
         slots = placement.ring_slots
         self.slots = [self.host.take(placement.pages(HOST, RING) // slots) for _ in range(slots)]
         """Slots through which states on SSD stream. Each serves one block at a time."""
-        self._ring = Ring(self.slots)
+        self._ring = BufferPool(self.slots)
         """The slots, while no update is in flight."""
         work = placement.pages(HOST, WORK)
         self.work = self.host.take(work) if work else None

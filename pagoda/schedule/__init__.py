@@ -20,9 +20,10 @@ The scheduler has seven parts, each in a file that states its invariants. Each k
     checkpoints.py  which states a checkpoint reads next: SAVE
     updates.py      which update runs next, and which version it makes: ASK, REQUEST, UPDATE,
                     CONFIRM, SHARE, READ_AHEAD
-    staleness.py     which steps see asynchronous updates
+    staleness.py    which steps see asynchronous updates
 
-`activations.py`, which is no part of the scheduler, decides when offloaded activations leave and come back.
+Two files are no parts of the scheduler. `stream.py` is a state machine of its own, which orders the blocks of the
+UPDATEs that the scheduler issues. `activations.py` decides when offloaded activations leave and come back.
 `records.py` has what the parts know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It
 passes each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now
 ("pump").

@@ -48,7 +48,7 @@ class Scheduler:
     """Turns events into operations (`take`). Deterministic: the same events give the same operations.
 
     Events are the public methods that return nothing. The caller reports them one at a time (`runtime/driver.py` holds
-    a lock for that) and passes operations to lanes. Questions, here and in the parts, change nothing.
+    a lock for that) and passes operations to lanes. Questions here change nothing.
     """
 
     def __init__(self, plan: SchedulePlan) -> None:
@@ -60,15 +60,15 @@ class Scheduler:
         """The number of operations that have not been reported as over."""
         routed = frozenset(unit for unit, of in enumerate(plan.units) if of.routed)
         self.order = Order(plan.trace, len(plan.units), routed)
-        self._take(plan)
+        self._make_parts(plan)
 
     def moved(self, plan: SchedulePlan) -> None:
         """States have moved to their homes in another plan of the same units, and no lease is left. Nothing is queued
         or under way, and no gradient waits."""
         self.versions.moved(plan)
-        self._take(plan)
+        self._make_parts(plan)
 
-    def _take(self, plan: SchedulePlan) -> None:
+    def _make_parts(self, plan: SchedulePlan) -> None:
         """Create the parts that follow a plan."""
         self.plan = plan
         self.gradients = Gradients(plan, self._issue)
@@ -113,9 +113,10 @@ class Scheduler:
     def gradient(self, unit: int, complete: bool, last: bool, delivery: Any = None, reduced: bool = False) -> None:
         """Autograd has made a gradient of a unit.
 
-        `complete`: this backward has made all gradients of the unit. `last`: no other backward is expected before
-        `step()`. `delivery`: what the executor knows of this part of the unit's gradient of this step. Compute must
-        wait while `held_back`. `reduced`: ranks add it up first, so `reduce` follows.
+        `complete`: this backward has made all gradients of the unit. `last`: it is the last one before `step()` of
+        those that `wrap(gradient_accumulation_steps=...)` has announced. `delivery`: what the executor knows of this
+        part of the unit's gradient of this step. Compute must wait while `held_back`. `reduced`: ranks add it up first,
+        so `reduce` follows.
         """
         self.updates.call_off(unit)
         if reduced:
@@ -152,7 +153,7 @@ class Scheduler:
         for record in self.gradients.take_all():
             if skipped or record.unit in unused:
                 self._drop(record)
-            elif not self.updates.stands(record.unit):
+            elif not self.updates.confirm(record.unit):
                 self.updates.request(record)
         self.steps += 1
         retraced = self.order.end_step()
@@ -161,7 +162,8 @@ class Scheduler:
         self._pump()
 
     def drop_gradients(self) -> None:
-        """The gradients of this step are dropped, by `zero_grad()` or by an exception before `step()`."""
+        """The gradients of this step are dropped: by `zero_grad()`, because one is not finite, or because a checkpoint
+        is loaded. An exception of the user's program drops none."""
         self.updates.call_off_all()
         for record in self.gradients.take_all():
             self._drop(record)
@@ -261,7 +263,7 @@ class Scheduler:
         elif isinstance(operation, Share):
             self.updates.shared(operation.update)
         else:
-            self._moved(operation, failed=False)
+            self._transfer_ended(operation, failed=False)
         self._over()
 
     def failed(self, operation: Operation) -> None:
@@ -277,7 +279,7 @@ class Scheduler:
         elif isinstance(operation, Share):
             self.versions.failed = True
         else:
-            self._moved(operation, failed=True)
+            self._transfer_ended(operation, failed=True)
         self._over()
 
     def cannot_go_on(self, operation: Update) -> None:
@@ -429,7 +431,7 @@ class Scheduler:
 
     # --- parts ---
 
-    def _moved(self, operation: Operation, failed: bool) -> None:
+    def _transfer_ended(self, operation: Operation, failed: bool) -> None:
         """An operation that copies weights, gradients or states has ended."""
         if isinstance(operation, Fetch):
             self.leases.ended(operation.lease, failed)

@@ -1,8 +1,9 @@
 """Asynchronous updates: which of them accesses see.
 
 The weights that a step reads lack exactly the gradient of the step before. So an update has the time of a step to run.
-`step()` queues it, and the next `step()` shows its weights to accesses, by ADOPT. The version that a step reads does
-not depend on when updates end, so ranks agree on it without a message.
+`step()` queues it, and the next `step()` shows its weights to accesses, by ADOPT. For example, the seventh step reads
+version 5, while the update with the sixth step's gradient makes version 6. The version that a step reads does not
+depend on when updates end, so ranks agree on it without a message.
 
 Before states are read from outside, all updates count as requested (`announce_all`), so that a drain completes them.
 That changes nothing that steps read. A drain also shows the result (`show_all`), unless a step has begun. A checkpoint

@@ -101,8 +101,8 @@ class UpdateSchedule:
         weights.update = update
         self._push(update)
 
-    def stands(self, unit: int) -> bool:
-        """`step()` confirms the speculative update of a unit. Returns False if there is none."""
+    def confirm(self, unit: int) -> bool:
+        """`step()` makes the speculative update of a unit final. Returns False if there is none."""
         self.cancel_early(unit)
         weights = self._versions.of[unit]
         update, weights.speculative = weights.speculative, None
@@ -450,7 +450,7 @@ class UpdateSchedule:
             return
         if not self._gradients.usable(update.record) or self._leases.in_use(update.unit):
             return
-        if self._versions.has_left(update.unit):
+        if self._versions.is_retiring(update.unit):
             return
         # Not earlier: the gradient may wait for buffers of later updates, for which the room is enough.
         if not self._versions.choose(update):

@@ -40,7 +40,7 @@ class Versions:
         """Tier -> its pages for states."""
         self._readers: list[list[object]] = [[] for _ in plan.units]
         """By unit, what reads it: updates, leases that are filled, and other ranks."""
-        self._left: list[list[tuple[int, PageRun, list[object]]]] = [[] for _ in plan.units]
+        self._retiring: list[list[tuple[int, PageRun, list[object]]]] = [[] for _ in plan.units]
         """By unit, the runs that accesses or updates have left, with their states, and what may still read them."""
         self.changes = False
         """Whether a run has become free since `updates` last looked."""
@@ -60,7 +60,7 @@ class Versions:
                 run = self._alloc(unit, 0)
                 assert run is not None, "weights of asynchronous updates have two runs"
                 before, weights.runs = weights.runs[0], (run, *weights.runs[1:])
-                self._leave(unit, 0, before)
+                self._retire(unit, 0, before)
 
     def restored(self, lags: Sequence[int] = ()) -> None:
         """Every state has been replaced."""
@@ -118,7 +118,7 @@ class Versions:
         self.show(unit)
         for state, run in enumerate(before):
             if run != update.runs[state]:
-                self._leave(unit, state, run)
+                self._retire(unit, state, run)
 
     def show(self, unit: int) -> None:
         """Accesses read the newest weights, unless these are not to be seen yet. If an update must end first, accesses
@@ -156,19 +156,19 @@ class Versions:
     def end_read(self, unit: int, reader: object) -> None:
         """A read of a unit has ended."""
         self._readers[unit].remove(reader)
-        left, self._left[unit] = self._left[unit], []
+        left, self._retiring[unit] = self._retiring[unit], []
         for state, run, readers in left:
             if reader in readers:
                 readers.remove(reader)
             if readers:
-                self._left[unit].append((state, run, readers))
+                self._retiring[unit].append((state, run, readers))
             else:
                 self._unpin(unit, state, run)
 
-    def has_left(self, unit: int) -> bool:
-        """Whether something may still read a run that the unit does not need. A further version would need more room
-        than there is for a unit's versions."""
-        return bool(self._left[unit])
+    def is_retiring(self, unit: int) -> bool:
+        """Whether something still reads an old run of a unit, so that its pages are not free yet. A further version
+        would need more room than there is for a unit's versions."""
+        return bool(self._retiring[unit])
 
     # --- questions ---
 
@@ -224,15 +224,15 @@ class Versions:
         self._issue(Adopt(unit, run, weights.newest))
         if self._plan.asynchronous:
             self._pin(unit, 0, run)
-            self._leave(unit, 0, before)
+            self._retire(unit, 0, before)
 
-    def _leave(self, unit: int, state: int, run: PageRun) -> None:
+    def _retire(self, unit: int, state: int, run: PageRun) -> None:
         """A reference ends once what reads the unit now has ended. A lease of a version that is not written yet reads
         nothing so far."""
         newest = self.of[unit].newest
         readers = [each for each in self._readers[unit] if not (isinstance(each, Lease) and each.version > newest)]
         if readers:
-            self._left[unit].append((state, run, readers))
+            self._retiring[unit].append((state, run, readers))
         else:
             self._unpin(unit, state, run)
 

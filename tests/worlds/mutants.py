@@ -282,8 +282,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "store, run = self._store, self._store.home(piece.unit, piece.state)",
         ),
         "two threads land in one buffer": (
-            "self._bounce = Ring([store.spare])",
-            "self._bounce = Ring([store.spare] * 2)",
+            "self._bounce = BufferPool([store.spare])",
+            "self._bounce = BufferPool([store.spare] * 2)",
         ),
     },
     stepper: {

@@ -87,8 +87,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        return False",
         ),
         "an asynchronous update writes what is read": (
-            "            self._pin(unit, 0, run)\n            self._leave(unit, 0, before)",
-            "            self._leave(unit, 0, before)",
+            "            self._pin(unit, 0, run)\n            self._retire(unit, 0, before)",
+            "            self._retire(unit, 0, before)",
         ),
         "accesses go on to read the old weights": (
             "        self.show(unit)\n        for",
@@ -283,8 +283,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     scheduler: {
         "an update that stood is done again": (
-            "if not self.updates.stands(record.unit):",
-            "if not self.updates.stands(record.unit) or True:",
+            "if not self.updates.confirm(record.unit):",
+            "if not self.updates.confirm(record.unit) or True:",
         ),
         "a speculative update stands though it was another": (
             "        for unit in (*changed, *unused):\n            self.updates.call_off(unit)\n",

@@ -16,8 +16,8 @@ from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.activations import LEAST_OFFLOADED_BYTES, offload_room
 from pagoda.plan.placement import ACTIVATION_BUFFERS, ACTIVATIONS
 from pagoda.plan.tiers import HOST, SSD
+from pagoda.runtime.buffers import BufferPool
 from pagoda.runtime.device import Device, Event
-from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 
 _GROWTH_BYTES = 64 << 20
@@ -200,7 +200,7 @@ class SsdPlace(Place):
         pages = self._store.plan.placement.pages(HOST, ACTIVATIONS) // ACTIVATION_BUFFERS
         buffers = [self._store.host.take(pages).view() for _ in range(ACTIVATION_BUFFERS)]
         half = ACTIVATION_BUFFERS // 2
-        self._writing, self._reading, self._most = Ring(buffers[:half]), Ring(buffers[half:]), pages
+        self._writing, self._reading, self._most = BufferPool(buffers[:half]), BufferPool(buffers[half:]), pages
 
     def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> None:
         for bank, first, part in self._chunks(pieces, source.nbytes, self._most):

@@ -1,4 +1,7 @@
-"""The ring: buffers of equal size through which bytes stream. Each buffer serves one transfer at a time."""
+"""A pool of equal buffers through which bytes pass. Each serves one transfer at a time.
+
+Updates do not use it while they are under way: `schedule/stream.py` gives them the slots of their ring.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,7 +11,7 @@ from typing import Generic, TypeVar
 Slot = TypeVar("Slot")
 
 
-class Ring(Generic[Slot]):
+class BufferPool(Generic[Slot]):
     """Slots that any thread may take, and any thread gives back.
 
     The holder of a slot must be able to continue without another slot. Otherwise two holders could wait for each other.
