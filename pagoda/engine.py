@@ -185,9 +185,9 @@ class Engine:
         self.accesses.end_step()
         self._step += 1
         self._take_stats(norms, scale, replanned)
+        ended()
         if self._second is not None and self._needs is not None:
             self._place_again(self._second, self._needs)
-        ended()
 
     def begin_measuring(self) -> None:
         """Steps begin. What they need beside pages counts from now on."""
@@ -215,9 +215,14 @@ class Engine:
 
     def _can_move(self) -> bool:
         """Whether states can move now. Waits until nothing is under way. Returns False if someone holds weights, on any
-        rank."""
+        rank, or if an update of this step will be tried again, which the next step says."""
         self.check_between_steps()
-        self.drain(show=False)
+        try:
+            self.drain(show=False)
+        except PagodaError:
+            if self.damage.cause is not None:
+                raise
+            return False
         self.accesses.agree("moving states to other homes")
         self.accesses.wait_until_idle()
         self.saver.settle()

@@ -154,11 +154,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         waits = max(steps) < self._sync_steps
 
         def ended() -> None:
-            if waits:
-                self.synchronize()
             if self.stats.grad_norm is not None:
                 for group, changed in zip(self.param_groups, after, strict=True):
                     group.update(changed)
+            if waits:
+                self.synchronize()
 
         self._engine.step(ended, late=not waits)
         self._shown_states.show()

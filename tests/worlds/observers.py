@@ -104,6 +104,10 @@ class Observer:
     def start(self) -> None:
         """Before the first event."""
 
+    def after_moved(self, *_: Any) -> None:
+        """States have moved to their homes in another plan."""
+        self.plan, self.units = self.scheduler.plan, self.scheduler.plan.units
+
     def at_end(self) -> None:
         """After the last one."""
 
@@ -291,6 +295,10 @@ class Frames(Observer):
         self.failed_to_fill: set[Lease] = set()
         self.ending: set[Lease] = set()
         """Leases that may have references."""
+
+    def after_moved(self, *_: Any) -> None:
+        super().after_moved()
+        self.start()
 
     def on_fetch(self, op: Fetch) -> None:
         for frame in span(op.lease.run):
@@ -545,7 +553,7 @@ class Versions(Observer):
     # --- other homes and values ---
 
     def after_moved(self, *_: Any) -> None:
-        self.plan, self.units = self.scheduler.plan, self.scheduler.plan.units
+        super().after_moved()
         self._begin_anew(self.facts.newest, self.facts.newest)
 
     def replaced(self, lags: Sequence[int] = ()) -> None:

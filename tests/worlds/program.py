@@ -205,6 +205,7 @@ class Program:
         if rules.device:
             memory |= {"device": f"cpu:{sizes['device']}", "split": split}
             memory["embedding_limit"] = 1 if rules.in_ram else None
+            memory["adapt_after"] = 1 if rules.adapts else None
         return pagoda.Memory(**memory)
 
     # --- what layers report ---

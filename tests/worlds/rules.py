@@ -84,6 +84,8 @@ class Rules:
     """Whether layers save activations that are offloaded."""
     kernel_failures: float = 0.0
     """How likely a kernel of the CPU fails, when it has changed what it should."""
+    adapts: bool = False
+    """Whether homes are chosen again after the first step."""
     homes: bool = False
     """Whether the device is home to a part of the states that it updates."""
 
@@ -158,6 +160,11 @@ class Rules:
         one_device = replace(self, homes=True, device=True, device_updates=1.0, ranks=1, ordered=False, whole=False)
         plain = replace(one_device, experts=0, order=self._all)
         return replace(plain, mode="clipped", announced=True, speculates=True)
+
+    def adapting(self) -> "Rules":
+        """The same with homes that are chosen again, on one rank."""
+        one_device = replace(self, adapts=True, device=True, ranks=1, ordered=False, experts=0, order=self._all)
+        return replace(one_device, mode="clipped") if self.mode == "asynchronous" else one_device
 
     @property
     def _all(self) -> tuple[int, ...]:

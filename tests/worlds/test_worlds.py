@@ -30,7 +30,7 @@ def test_random_worlds_hold(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, 1000, 20))])
-@pytest.mark.parametrize("rules", [Rules.offloading, Rules.passing, Rules.failing_kernels])
+@pytest.mark.parametrize("rules", [Rules.offloading, Rules.passing, Rules.failing_kernels, Rules.adapting])
 def test_random_worlds_of_a_kind_hold(rules: world.Change, first: int) -> None:
     assert wrong_in(range(first, first + 20), rules) == []
 
