@@ -68,8 +68,11 @@ class Capture:
         self._extents = extents
         self.frozen = store.ssd.snapshot() if store.ssd is not None and extents else None
         """The pages on SSD that the checkpoint keeps. Complete once `pieces` has ended."""
-        self.in_place = [unit.index for unit in store.plan.units if self._has_others_on_ssd(unit.index)]
-        """Units of which SSD has room for one version, because some states there are not kept as pages."""
+        # An earlier checkpoint may keep the room until this one replaces it. If this one fails, the room stays taken.
+        plan = store.plan
+        full = store.ssd is not None and store.ssd.free_slots < plan.placement.changing_on_ssd(plan.layout)
+        self.in_place = [unit.index for unit in plan.units if self._has_one_version_on_ssd(unit.index, full)]
+        """Units of which SSD has room for one version, because it is full, or some states are not kept as pages."""
         self._lock = threading.Condition()
         self._reading: list[_Reading] = []
         """Units that are being read, the first one at the front."""
@@ -158,9 +161,10 @@ class Capture:
                 assert run == runs[state], "nothing has moved since the checkpoint said which pages it keeps"
                 self.frozen.add(run)
 
-    def _has_others_on_ssd(self, unit: int) -> bool:
+    def _has_one_version_on_ssd(self, unit: int, full: bool) -> bool:
         states, kept = self._store.plan.layout.states, self._extents.get(unit, {})
-        return any(self._store.run(unit, state.name) is not None and state.name not in kept for state in states)
+        on_ssd = [state.name for state in states if self._store.run(unit, state.name) is not None]
+        return any(full or state not in kept for state in on_ssd)
 
     def _bytes(self, reading: _Reading, piece: CapturedPiece, landing: Region | None) -> memoryview:
         store, run = self._store, reading.runs[piece.state]

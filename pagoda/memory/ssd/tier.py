@@ -115,6 +115,12 @@ class SSDTier:
         """The pages by which the tier has grown, which come last."""
         return PageRun(self._numbers, max(0, self._allocated - self._numbers))
 
+    @property
+    def free_slots(self) -> int:
+        """The number of pages that could go to other slots now."""
+        with self._changed:
+            return self._table.free
+
     def make_room(self, pages: int, spare: int) -> None:
         """Grow for `rearrange` with these numbers. Raises StorageError and BudgetError like `PageStore`."""
         with self._changed:
