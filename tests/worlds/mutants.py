@@ -4,6 +4,7 @@ A wait is left out, a slot is given back too early, an error is lost: random wor
 own mutants are in `mutants_of_schedule.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, 
 from pagoda.schedule import stream
 
 from . import mutants_of_schedule
+from .rules import Rules
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,12 @@ class Mutant:
     breaks: str
     old: str
     new: str
+    rules: Callable[[Rules], Rules] = Rules.as_drawn
+    """The worlds that may notice it."""
 
 
+_KINDS = {"training goes on after a failed update": Rules.failing_kernels}
+"""What a mutant breaks -> the kind of worlds that may notice it, if it is not the usual one."""
 _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     driver: {
         "an event of the thread that has the lock is processed at once": (
@@ -383,7 +389,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
 }
 """Module -> what a mutant breaks -> the text that it changes, and what that becomes."""
 MUTANTS = tuple(
-    Mutant(module, breaks, *text)
+    Mutant(module, breaks, *text, rules=_KINDS.get(breaks, Rules.as_drawn))
     for module, of in (*mutants_of_schedule.CHANGES.items(), *_CHANGES.items())
     for breaks, text in of.items()
 )

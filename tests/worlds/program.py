@@ -600,6 +600,8 @@ class Program:
         layer = self.rng.randrange(len(self.truths))
         slot = self.rng.randrange(len(self.rules.sizes[layer]))
         value = float(self.rng.randint(1, 100))
+        if layer in self.rules.frozen and self.rules.keeps_pages:
+            return  # SSD has no room for other values of frozen weights than those that a checkpoint keeps
         self.note("overwrite", layer, slot, value)
         self.let_go()
         self.device.finish()

@@ -6,7 +6,7 @@ import pytest
 
 from . import world
 from .mutants import MUTANTS, Mutant
-from .noticing import kept_worlds, noticed
+from .noticing import kept_worlds, near, noticed
 from .rules import Rules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -16,8 +16,6 @@ FIRST = sorted({*range(20), FULL, *kept_worlds().values()})
 """The first worlds, and those that notice a mutant first: each mutant is noticed by one of them."""
 BATCH = 20
 PARTS = 48
-NEARBY = 40
-"""If a change of the package gives worlds other orders of events, one of so many others notices a mutant."""
 
 
 def wrong_in(seeds: Iterable[int], rules: world.Change = Rules.as_drawn) -> list[str]:
@@ -45,16 +43,12 @@ def test_more_random_worlds_hold(first: int) -> None:
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
 def test_the_worlds_that_noticed_a_mutant_first_still_do(part: int) -> None:
-    """If one fails: `python -m tests.worlds.noticing --keep WORDS` looks for another world."""
+    """If one fails: `python -m tests.worlds.noticing --keep --lost` looks for another world."""
     kept = kept_worlds()
     assert wrong_in(range(2)) == []  # imports and compiles what worlds need
     soon = [mutant for mutant in MUTANTS if mutant.breaks in kept][part::PARTS]
     with world.alone():
         assert [mutant.breaks for mutant in soon if not noticed(mutant, near(kept[mutant.breaks]))] == []
-
-
-def near(seed: int) -> list[int]:
-    return [seed, *range(max(0, seed - NEARBY // 2), seed), *range(seed + 1, seed + NEARBY // 2)]
 
 
 @pytest.mark.slow
