@@ -47,7 +47,7 @@ from pagoda.runtime.gradients import GradientBuffers
 from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.leases import Fetcher
 from pagoda.runtime.meter import StepMeter
-from pagoda.runtime.moving import may_move, move_states
+from pagoda.runtime.moving import lose_states, may_move, move_states
 from pagoda.runtime.needs import NeedsMeter
 from pagoda.runtime.next_update import Groups
 from pagoda.runtime.stats import StepStats
@@ -214,28 +214,22 @@ class Engine:
             self.restart_clock()
 
     def _can_move(self) -> bool:
-        """Whether states can move now. Waits until nothing is under way. Returns False if someone holds weights, on any
-        rank, or if an update of this step will be tried again, which the next step says."""
+        """Whether states can move now: no rank holds weights, and no update will be tried again. Waits for lanes."""
         self.check_between_steps()
-        try:
+        with suppress(PagodaError):  # an update may be tried again
             self.drain(show=False)
-        except PagodaError:
-            if self.damage.cause is not None:
-                raise
+        self.damage.check()
+        if not self.scheduler.drained:
             return False
         self.accesses.agree("moving states to other homes")
         self.accesses.wait_until_idle()
         self.saver.settle()
-        if self.leases.held:
-            gc.collect()  # reference cycles may keep views of leases alive
+        gc.collect()  # reference cycles may keep views of leases alive
         return not any(self.of_all_ranks("whether weights are held", self.leases.held))
 
     def _move(self, plan: Plan) -> bool:
         """Move states to their homes in another plan of the same units, on all ranks. Returns False, with states as
-        before, if a tier has no room because something else has taken it.
-
-        Raises StorageError if a drive fails. States are then damaged.
-        """
+        before, if a tier has no room because something else has taken it. If a drive fails, states are damaged."""
         try:
             self._executor.let_go()
             moved = True
@@ -247,13 +241,16 @@ class Engine:
             if not all(self.of_all_ranks("whether states could move", moved)):
                 plan, moved = self.plan, False
                 self._move_states(plan)
+        except BaseException as error:
+            self.damage.note(error)
+            lose_states(self.store, plan)
+            self.accesses.tell(self.scheduler.moved, schedule_plan(plan))
+            raise
+        finally:
             self.plan = self.accesses.plan = plan
             self._speculations = 0, 0
             for part in (self.gradients, self.leases, self._threads.updates, self.rank_group, self.graphs):
                 part.take_memory()
-        except BaseException as error:
-            self.damage.note(error)
-            raise
         # No rank goes on before all have moved, because it may ask others for weights.
         self.of_all_ranks("the end of moving states", None)
         return moved

@@ -71,6 +71,14 @@ def move_states(store: Store, plan: Plan, device: Device) -> None:
     device.settle()
 
 
+def lose_states(store: Store, plan: Plan) -> None:
+    """Take the memory of a plan after states could not move. No state has a value until all are replaced."""
+    store.aside.clear()
+    store.open(plan)
+    store.place_on_ssd({})
+    store.host.arena.lock()
+
+
 def may_move(store: Store) -> bool:
     """Whether RAM has room for the states on a separate device, which pass through it."""
     return sum(tensor.nbytes for tensor in _on_device(store).values()) <= free_ram()

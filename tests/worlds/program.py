@@ -723,7 +723,7 @@ class Program:
         cause = self.engine.damage.cause
         require(cause is not None, "a step can be neither taken nor dropped, and states are not damaged")
         lost = self.device.failed and self.rules.mode == "during backward"
-        torn = self.torn or self.device.failed_in_place
+        torn = self.torn or self.device.failed_in_place or self.rules.adapts  # what fails while states move
         require(bool(lost or torn or self.rules.ranks > 1), f"states are damaged by {cause!r}")
         with self.healthy(), suppress(Exception):
             self.optimizer.wait_for_checkpoint()
