@@ -1,6 +1,8 @@
 """A checkpoint of state on SSD keeps pages where they are: nothing is copied, nothing that is kept is overwritten."""
 
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from pagoda.checkpoint.paged import PAGED
 from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.checkpoint.state import ParameterState
 from pagoda.cli.main import main
-from pagoda.memory.ssd.tier import SSDTier
+from pagoda.errors import StorageError
+from pagoda.memory.ssd.tier import PageSnapshot, SSDTier
+from pagoda.runtime.capture import Capture
+from pagoda.runtime.lanes import Handle
 
 from .test_resume import HALF, LLAMA, Run, assert_resumes, on_ssd, other_pages, uninterrupted
 
@@ -75,6 +80,35 @@ def test_checkpoints_beyond_those_that_have_room_are_copied_and_that_is_a_warnin
     said = [record.message for record in caplog.records if "this checkpoint copies" in record.message]
     assert len(said) == (0 if asked_for is None else 2 * HALF - 1)
     assert all("--save-total-limit" in warning for warning in said)
+
+
+def test_training_goes_on_after_a_checkpoint_failed_while_the_one_before_kept_all_other_pages(
+    ssd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that is under way then has only the pages of the version before it."""
+    run = Run(LLAMA, replace(on_ssd(LLAMA, ssd), ssd_checkpoints=1)).train(0, 1)
+    run.save(tmp_path / "kept")
+    run.train(1, HALF)
+    run.optimizer.synchronize()
+    assert run.optimizer._engine.store.ssd.free_slots == 0
+    errors: list[Exception] = []
+    read = Capture.read
+
+    def read_slowly(capture: Capture, unit: int, runs: Any) -> Handle:
+        read(capture, unit, runs)
+        handle = Handle()
+        threading.Timer(0.3, handle.finish).start()  # updates have begun
+        return handle
+
+    def fail(*_: object) -> None:
+        time.sleep(1)
+        raise StorageError("the disk failed")
+
+    monkeypatch.setattr(Capture, "read", read_slowly)
+    monkeypatch.setattr(PageSnapshot, "commit", fail)
+    run.save(tmp_path / "fails", wait=False, replaces=[tmp_path / "kept"], on_error=errors.append)
+    run.goes_on()
+    assert [str(error) for error in errors] == ["the disk failed"]
 
 
 def test_checkpoints_of_another_run_in_the_directory_make_none_of_this_one_a_copy(ssd: Path, tmp_path: Path) -> None:
