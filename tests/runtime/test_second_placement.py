@@ -14,10 +14,12 @@ from zoo import PAGE, RESIDENT, Outcome, Recipe, batch, least, loss_of, losses_o
 
 import pagoda
 from pagoda import budgets
+from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
+from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import DEVICE, HOST
-from pagoda.runtime import needs
+from pagoda.runtime import moving, needs
 from pagoda.runtime.device import Device
 from pagoda.schedule.event_log import replay
 
@@ -126,6 +128,67 @@ def test_memory_that_something_else_has_taken_meanwhile_leaves_states_where_they
     assert len(opened) == 3
     assert not said
     assert outcome.plan.placement.resident
+
+
+def test_a_step_whose_update_a_drive_delays_is_taken_and_states_move_after_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, said, tried = RECIPES["clipped"], {}, []
+
+    def fail(*_: Any) -> None:
+        tried.append(1)
+        raise StorageError("the disk failed")
+
+    def loop(model: Any, optimizer: Any, outcome: Outcome) -> None:
+        step = optimizer.step
+
+        def step_on_a_broken_drive() -> None:
+            with monkeypatch.context() as patch:
+                if len(outcome.norms) == 1:
+                    patch.setattr(SSDTier, "store", fail)
+                step()
+
+        monkeypatch.setattr(optimizer, "step", step_on_a_broken_drive)
+        watched(recipe, said)(model, optimizer, outcome)
+
+    host = least(recipe, "all-on-ssd", tmp_path, unit_limit="64KiB").host_bytes * 2
+    outcome = train(recipe, adapting(host=host, ssd=tmp_path), loop)
+    outcome.assert_same_bits(resident(recipe))
+    assert tried
+    assert set(said) == {3}
+
+
+def test_a_checkpoint_can_be_loaded_after_a_move_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = RECIPES["clipped"]
+    generator = torch.Generator().manual_seed(1)
+    batches = [batch(recipe.model, generator) for _ in range(recipe.steps)]
+
+    def fail(*_: Any) -> None:
+        raise StorageError("the disk failed")
+
+    def loop(model: Any, optimizer: Any, outcome: Outcome) -> None:
+        def step(inputs: Any) -> None:
+            loss = loss_of(model(**inputs))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outcome.losses.append(loss.item())
+            outcome.norms.append(optimizer.stats.grad_norm)
+
+        step(batches[0])
+        optimizer.save_checkpoint(tmp_path / "saved")
+        with monkeypatch.context() as patch:
+            patch.setattr(moving, "_fill", fail)
+            with pytest.raises(StorageError, match="the disk failed"):
+                step(batches[1])
+        with pytest.raises(StorageError, match="the disk failed"):
+            model(**batches[1])
+        optimizer.load_checkpoint(tmp_path / "saved")
+        for inputs in batches[1:]:
+            step(inputs)
+
+    host = least(recipe, "all-on-ssd", tmp_path, unit_limit="64KiB").host_bytes * 2
+    train(recipe, adapting(host=host, ssd=tmp_path), loop).assert_same_bits(resident(recipe))
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["open", "given"])
