@@ -219,7 +219,7 @@ class Engine:
         with suppress(PagodaError):  # an update may be tried again
             self.drain(show=False)
         self.damage.check()
-        if not self.scheduler.drained:
+        if not all(self.of_all_ranks("whether updates have ended", self.scheduler.drained)):
             return False
         self.accesses.agree("moving states to other homes")
         self.accesses.wait_until_idle()

@@ -25,7 +25,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pagoda-tests-cache-")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS has other bits in each run
 
-import multiprocess  # noqa: F401  -- `datasets` does: it keeps what is `__main__` then, such as a page that a test runs
+import multiprocess  # noqa: F401  -- it keeps what `__main__` is when it is imported: not a page that a test runs
 
 from pagoda.process import keep_freed_memory, spin_briefly
 

@@ -599,7 +599,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "schedule/checkpoints.py": {
         "states of which SSD has room for one version are updated": (
-            "if unit in self._in_place and self._units[unit].runs is not None:",
+            "if unit in self._one_version and self._units[unit].runs is not None:",
             "if False:",
             "schedule/test_schedule.py",
         ),

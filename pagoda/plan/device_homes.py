@@ -20,7 +20,7 @@ class DeviceHomes:
     options: Options
     at_home: frozenset[tuple[int, str]] = frozenset()
     """(unit, state) pairs, with gradients as states."""
-    second: Mapping[int, int] = field(default_factory=dict)
+    second_weights: Mapping[int, int] = field(default_factory=dict)
     """unit -> room for another version of its weights, if other states of it pass the device."""
 
     def states(self, unit: UnitSpec) -> list[str]:
@@ -102,9 +102,11 @@ def choose_device_homes(
         fit = first_that_fit(pages, left)
         left -= sum(pages[unit] for unit in fit)
         at_home.update(product(fit, states))
-        if states in (weights, moments):
-            second = {unit: needed for unit, needed in second.items() if (unit in fit) is (states == weights)}
-    return replace(none, at_home=frozenset(at_home), second=second)
+        if states == weights:
+            second = {unit: second[unit] for unit in fit & second.keys()}
+        elif states == moments:
+            second = {unit: second[unit] for unit in second.keys() - fit}
+    return replace(none, at_home=frozenset(at_home), second_weights=second)
 
 
 def first_that_fit(pages: Mapping[int, int], room: int) -> frozenset[int]:

@@ -82,7 +82,7 @@ def _place_by_state(layout: Layout, budgets: Budgets, options: Options, staging_
         placer = _Placer(layout, budgets, options, staging_buffers, by_state=True, two_versions=speculated)
         if placer.needed_in_memory() <= placer.host:
             placement = placer.place()
-            if placer.on_device.second.keys() <= placement.speculated:
+            if placer.device_homes.second_weights.keys() <= placement.speculated:
                 return placement
             speculated &= placement.speculated
         elif speculated:
@@ -131,11 +131,11 @@ class _Placer:
         if self.split.device_update_share and self.device is not None:
             self.update_ring = slot_count(layout) * slot_pages(layout)
         self.trained = [unit for unit in layout.units if unit.trainable_numel]
-        self.on_device = DeviceHomes(layout, options)
+        self.device_homes = DeviceHomes(layout, options)
         if self.device is not None:
             sizes = self.device, self.update_ring
-            self.on_device = choose_device_homes(layout, options, *sizes, by_state, two_versions)
-        self.at_home = self.on_device.at_home
+            self.device_homes = choose_device_homes(layout, options, *sizes, by_state, two_versions)
+        self.at_home = self.device_homes.at_home
         weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.used_in_ram = frozenset(unit.index for unit in layout.units if unit.on_host)
         """Units whose weights must be in RAM."""
@@ -184,7 +184,7 @@ class _Placer:
             if home == SSD and state in ssd
         )
         speculated = self._speculate(kept, slot, host, ssd)
-        if versions := sum(pages for unit, pages in self.on_device.second.items() if unit in speculated):
+        if versions := sum(pages for unit, pages in self.device_homes.second_weights.items() if unit in speculated):
             device[VERSIONS] = versions
         slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
         if slots:
@@ -331,12 +331,12 @@ class _Placer:
     def _aside(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
         """Pages in RAM and on SSD for another version of a unit's states. `weight_in` and `moments_in`: whether its
         weights and moments do not live on SSD. (0, 0) if it has no second version: if most of its weights are frozen,
-        these would take the room, and its update is short. Nor has a unit that lives on the device, which updates it in
-        no time, unless other states pass the device.
+        these would take the room, and its update is short. Nor has a unit that lives on the device, whose update is
+        short too, unless other states pass the device.
         """
         if not unit.trainable_numel or (weight_in and unit.is_mostly_frozen):
             return 0, 0
-        if (unit.index, WEIGHT) in self.at_home and unit.index not in self.on_device.second:
+        if (unit.index, WEIGHT) in self.at_home and unit.index not in self.device_homes.second_weights:
             return 0, 0
         layout = self.layout
         in_ram = [*[layout.weight] * weight_in, *(layout.states[1:] if moments_in else layout.small)]
@@ -399,11 +399,11 @@ class _Placer:
         leased = [u for u in layout.units if (u.index, WEIGHT) not in self.at_home or layout.is_sliced(u, WEIGHT)]
         total = sum(map(layout.lease_of, leased))
         lines = {COLLECTIVE_BUFFERS: reduce_buffers(layout).pages, UPDATE_RING: self.update_ring}
-        beside = sum(lines.values()) + sum(self.on_device.second.values())
+        beside = sum(lines.values()) + sum(self.device_homes.second_weights.values())
         for unit in layout.units:
-            states = self.on_device.states(unit)
-            beside += self.on_device.most(unit, states)
-            for line, pages in self.on_device.lines(unit, states).items():
+            states = self.device_homes.states(unit)
+            beside += self.device_homes.most(unit, states)
+            for line, pages in self.device_homes.lines(unit, states).items():
                 lines[line] = lines.get(line, 0) + pages
         leases = min(self.device - beside, total)
         least = min(layout.lease_pages(ahead=1), total)

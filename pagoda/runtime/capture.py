@@ -71,7 +71,7 @@ class Capture:
         # An earlier checkpoint may keep the room until this one replaces it. If this one fails, the room stays taken.
         plan = store.plan
         full = store.ssd is not None and store.ssd.free_slots < plan.placement.changing_on_ssd(plan.layout)
-        self.in_place = [unit.index for unit in plan.units if self._has_one_version_on_ssd(unit.index, full)]
+        self.one_version = [unit.index for unit in plan.units if self._has_one_version_on_ssd(unit.index, full)]
         """Units of which SSD has room for one version, because it is full, or some states are not kept as pages."""
         self._lock = threading.Condition()
         self._reading: list[_Reading] = []

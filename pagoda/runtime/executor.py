@@ -180,7 +180,7 @@ class Executor:
     def begin_checkpoint(self, capture: Capture) -> None:
         """Start a checkpoint that reads every unit. Call it only through `driver.tell`."""
         self.capture = capture
-        self._scheduler.begin_checkpoint(capture.in_place)
+        self._scheduler.begin_checkpoint(capture.one_version)
         self.retry_updates()
         self._end_lost_capture()
 

@@ -53,7 +53,7 @@ class Checkpoint:
         for unit, saving in enumerate(self._units):
             self._versions.unpin(unit, saving.runs or ())
         self._units = [UnitSaving() for _ in self._plan.units]
-        self._in_place: Collection[int] = ()
+        self._one_version: Collection[int] = ()
         """Units whose next version must not be written before these are read, because SSD has no room for both."""
         self._next: list[tuple[float, int]] = []
         """A heap of (urgency, unit) of what has not been read yet. It may contain outdated entries."""
@@ -65,11 +65,11 @@ class Checkpoint:
         self.under_way = False
         """True until the checkpoint is written or given up."""
 
-    def begin(self, in_place: Collection[int]) -> None:
+    def begin(self, one_version: Collection[int]) -> None:
         """Begin a checkpoint of every state as the last `step()` left it. SSD has no room for another version of units
-        `in_place`."""
+        `one_version`."""
         self.left, self.under_way = len(self._units), True
-        self._in_place = in_place
+        self._one_version = one_version
         self._behind = set(range(len(self._units)))
         for unit, weights in enumerate(self._versions.of):
             self._units[unit].version = weights.due
@@ -102,7 +102,7 @@ class Checkpoint:
     def holds_back(self, unit: int) -> bool:
         """Whether the next update of a unit must wait. A unit that has the checkpoint's version waits until all units
         have theirs. If SSD has no room for another version of it, it also waits until it has been read."""
-        if unit in self._in_place and self._units[unit].runs is not None:
+        if unit in self._one_version and self._units[unit].runs is not None:
             self.hurry(unit)
             return True
         return bool(self._behind) and unit not in self._behind

@@ -42,28 +42,27 @@ class Fetch(Operation):
 
 @dataclass(eq=False, slots=True)
 class Question(Operation):
-    """Asks whether anything refers to some weights. It is answered by `reclaimed(freed=...)`. If something does,
-    `let_go` follows once nothing does."""
+    """A lease has ended, or an update is to change weights. Does anything still refer to them? The answer is
+    `reclaimed(freed=...)`. If something does, `let_go` follows once nothing does."""
 
 
 @dataclass(eq=False, slots=True)
 class Evict(Question):
-    """May the frames of a lease be used again, which ended to make room for another? If so, they are given back."""
+    """Of a lease that has ended to make room for another. Its frames are given back if nothing refers to them."""
 
     lease: Lease
 
 
 @dataclass(eq=False, slots=True)
 class Outdate(Question):
-    """The same for a lease that ended because its weights change, or could not be fetched."""
+    """Of a lease that has ended because its weights change, or could not be fetched. Frames are given back too."""
 
     lease: Lease
 
 
 @dataclass(eq=False, slots=True)
 class Ask(Question):
-    """Does anything refer to the weights that an update would change, one before `step()` or one that has to move
-    them?"""
+    """Of the weights that an update would change: one before `step()`, or one that has to move them."""
 
     update: UpdateRecord
 

@@ -214,11 +214,11 @@ class Scheduler:
         self.updates.call_off_all()
         self._pump()
 
-    def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
+    def begin_checkpoint(self, one_version: Collection[int] = ()) -> None:
         """Begin a checkpoint of every state as the last `step()` left it. Compute has used nothing since the checkpoint
-        was prepared. SSD has no room for another version of units `in_place`, so their next updates wait until they are
-        read."""
-        self.checkpoint.begin(in_place)
+        was prepared. SSD has no room for another version of the units in `one_version`, so their next updates wait
+        until they are read."""
+        self.checkpoint.begin(one_version)
         self._pump()
 
     def end_checkpoint(self) -> None:

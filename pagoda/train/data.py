@@ -15,6 +15,8 @@ changed). The order does not depend on a library's random generator, on earlier 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -83,16 +85,11 @@ class Rows:
 
         Raises ConfigError if a source has no row.
         """
-        from datasets import Dataset, interleave_datasets
-
         source = np.searchsorted(self.tokens.about.parts, self.starts, "right")
         parts = [np.flatnonzero(source == at) for at in range(len(probabilities))]
         if not all(map(len, parts)):
             raise ConfigError(f"data {self.tokens.about.source!r} include some without a sequence: leave them out")
-        sources = [Dataset.from_dict({"row": rows}) for rows in parts]
-        shares = [each / sum(probabilities) for each in probabilities]
-        drawn = interleave_datasets(sources, shares, seed, stopping_strategy="all_exhausted")
-        chosen = drawn.with_format("numpy")[:]["row"]
+        chosen = np.concatenate(parts)[_interleaved(tuple(map(len, parts)), tuple(probabilities), seed)]
         return replace(self, starts=self.starts[chosen], stops=self.stops[chosen])
 
     def ids_and_labels(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -245,6 +242,19 @@ class Batches(Dataset[dict[str, torch.Tensor]]):
 def counted(labels: torch.Tensor) -> int:
     """Number of tokens in a batch that the loss counts, but at least 1."""
     return max(1, int(labels[:, 1:].ne(IGNORED).sum()))
+
+
+@lru_cache(1)  # it takes half a minute for a million, and a run asks before and after it chooses its settings
+def _interleaved(counts: tuple[int, ...], probabilities: tuple[float, ...], seed: int) -> npt.NDArray[np.int64]:
+    """Numbers of the elements of sources one after another, with `counts` elements each, in the order of a mixture."""
+    from datasets import Dataset, interleave_datasets
+
+    bounds = [0, *accumulate(counts)]
+    sources = [Dataset.from_dict({"number": range(*pair)}) for pair in pairwise(bounds)]
+    shares = [each / sum(probabilities) for each in probabilities]
+    mixture = interleave_datasets(sources, shares, seed, stopping_strategy="all_exhausted")
+    numbers: npt.NDArray[np.int64] = mixture.with_format("numpy")[:]["number"]
+    return numbers
 
 
 def _permuted(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:

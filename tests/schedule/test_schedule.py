@@ -216,7 +216,7 @@ def test_states_of_which_ssd_has_room_for_one_version_are_updated_only_when_they
     units = [UnitPlan(states=ON_HOST) for _ in range(4)]
     scheduler = Scheduler(replace(plan(frames=0), units=units, reserve={"host": 4}, during_backward=True))
     scheduler.prepare_checkpoint()
-    scheduler.begin_checkpoint(in_place=range(4))
+    scheduler.begin_checkpoint(one_version=range(4))
     saves = scheduler.take()
     for unit in range(4):
         assert Update not in {kind for kind, _ in made(scheduler, unit, last=True)}

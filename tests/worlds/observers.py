@@ -372,7 +372,7 @@ class Versions(Observer):
         """SHAREs and their units."""
         self.wanted: dict[int, int] = {}
         """Unit -> the version that a checkpoint has not read yet."""
-        self.in_place: Collection[int] = ()
+        self.one_version: Collection[int] = ()
         self.under_way = False
         self.saves: dict[Operation, list[Run]] = {}
         """SAVEs and the runs that they read."""
@@ -473,7 +473,7 @@ class Versions(Observer):
             self.before[op].append(self.held[run])
             self.held[run] = TORN
         both = any(run != newest for run, newest in zip(runs, self.newest[unit], strict=True)) and not asynchronous
-        room = unit not in self.in_place or self.wanted.get(unit) != op.version - 1 or not both
+        room = unit not in self.one_version or self.wanted.get(unit) != op.version - 1 or not both
         require(room, f"UPDATE of unit {unit}, of which SSD has no room for another version")
 
     def weights_written(self, op: Update) -> None:
@@ -529,10 +529,10 @@ class Versions(Observer):
 
     # --- checkpoints ---
 
-    def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
+    def begin_checkpoint(self, one_version: Collection[int] = ()) -> None:
         self.require(not self.wanted, "a checkpoint begins before the one before is read")
         self.wanted = dict(enumerate(self.facts.due))
-        self.in_place, self.under_way = in_place, True
+        self.one_version, self.under_way = one_version, True
 
     def end_checkpoint(self) -> None:
         self.under_way = False

@@ -24,7 +24,9 @@ from pagoda.checkpoint.reader import SavedCheckpoint
 from pagoda.engine import Engine
 from pagoda.errors import BudgetError, ConfigError, NonFiniteGradientError, PagodaError, UsageError
 from pagoda.memory.ssd import tier
+from pagoda.memory.ssd.slots import UNWRITTEN
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.tiers import SSD
 
 from .device import DeviceError, QueuedDevice, SlowDevice
 from .model import InterruptionError, Layer, Model
@@ -116,6 +118,7 @@ class Program:
             with suppress(SignalError):
                 self.optimizer.close()
             self.threads.running.signals = 0.0
+            self.check_pages()
             self.optimizer.close()
             self.device.stop()
             self.scheduler.at_end()
@@ -125,6 +128,14 @@ class Program:
                 self.engine.accesses.closed = True
                 if self.engine.store.ssd is not None:
                     tier._live.pop(self.engine.store.ssd.record.id, None)
+
+    def check_pages(self) -> None:
+        """On SSD, only the pages of versions that something needs have content."""
+        store = self.engine.store
+        if store.ssd is not None and SSD in self.scheduler.versions.pools:
+            written = int((store.ssd._table._live.slots[: store._on_ssd] != UNWRITTEN).sum())
+            needed = self.scheduler.versions.pools[SSD].in_use
+            require(written <= needed, f"{written} pages on SSD have content, and {needed} are needed")
 
     def _wrap(self) -> None:
         rules = self.rules
