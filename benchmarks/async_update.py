@@ -23,7 +23,8 @@ import torch
 import tyro
 
 import pagoda
-from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.buffers import RING_SLOTS
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan

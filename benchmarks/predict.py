@@ -39,7 +39,8 @@ from pagoda.forecast.compute import Compute
 from pagoda.models import build_model
 from pagoda.optim.named import rule_named
 from pagoda.optim.rule import Rule
-from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.buffers import RING_SLOTS
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan

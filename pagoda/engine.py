@@ -17,8 +17,9 @@ import torch
 from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
 from pagoda.autograd.activations.graph_memory import GraphMemory
 from pagoda.autograd.active_forwards import ActiveForwards
+from pagoda.autograd.clipping import Norms
 from pagoda.autograd.loss_scale import LossScaler
-from pagoda.autograd.stepper import Norms, Stepper
+from pagoda.autograd.stepper import Stepper
 from pagoda.autograd.uses import Uses
 from pagoda.errors import BudgetError, PagodaError, StorageError, UsageError
 from pagoda.interrupts import held_back, holding_back, look
@@ -460,7 +461,6 @@ class Engine:
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
         usage = self.scheduler.usage
-        activations = self.graphs.end_step()
         self.stats = StepStats(
             step=self._step,
             grad_norm=norms.total if norms is not None else None,
@@ -478,7 +478,7 @@ class Engine:
             staleness=dict(self.accesses.staleness),
             updates_kept=usage.kept - self._speculations[0],
             updates_called_off=usage.called_off - self._speculations[1],
-            activation_bytes=activations,
+            activation_bytes=self.graphs.end_step(),
         )
         self._speculations = usage.kept, usage.called_off
         if meter.recorder is not None:

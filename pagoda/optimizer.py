@@ -228,7 +228,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         backward (with `gradient_accumulation_steps` and without clipping): pass `wrap(max_grad_norm=...)` instead.
         """
         self._engine.accesses.check_open()
-        return self._engine.stepper.clip(max_norm)
+        return self._engine.stepper.clipping.clip(max_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that were passed to `wrap(reserve=...)`. They are updated from their next gradient on.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pagoda.config.training import LossScale, check_power_of_two
-from pagoda.errors import CheckpointError, ConfigError
+from pagoda.errors import CheckpointError, ConfigError, UsageError
 
 
 class LossScaler:
@@ -62,3 +62,11 @@ class LossScaler:
         """Continue from a state. A fixed scale keeps its value."""
         if state and self._dynamic is not None:
             self.scale, self._calm_steps = float(state["scale"]), int(state["calm_steps"])
+
+
+def not_scaled(what: str) -> UsageError:
+    """The error for a gradient of a loss that was not scaled."""
+    return UsageError(
+        f"{what} received the gradient of a loss that was not scaled: with precision='fp16', call "
+        "optimizer.scale(loss).backward()."
+    )

@@ -1,18 +1,17 @@
-"""The stepper: collects the gradients of a step, computes their norm, and asks for the updates."""
+"""The stepper: collects the gradients of a step, and asks for the updates."""
 
 import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import NamedTuple
 
 import torch
 
 from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
-from pagoda.autograd.gradient_values import TOO_LATE, GradientValues
-from pagoda.autograd.loss_scale import LossScaler
+from pagoda.autograd.clipping import Clipping, Norms
+from pagoda.autograd.gradient_values import GradientValues
+from pagoda.autograd.loss_scale import LossScaler, not_scaled
 from pagoda.autograd.markers import MarkedGradient, marker
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
@@ -20,24 +19,16 @@ from pagoda.parameters.hidden import unseen
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.tiers import LaneName
 from pagoda.ranks.one_rank import OneRank
-from pagoda.ranks.rank_group import Counts, RankGroup
-from pagoda.ranks.stages import Stages, StepTerms
+from pagoda.ranks.rank_group import RankGroup
+from pagoda.ranks.stages import Stages
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient, non_finite_error
+from pagoda.runtime.gradients import Delivery, GradientBuffers, UnitGradient
 from pagoda.runtime.next_update import Groups, NextHypers, check_frozen, segments_of
 
 _APPLIED = (
     "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after every announced "
     f"backward, or {LET_UPDATES_WAIT}."
 )
-
-
-class Norms(NamedTuple):
-    """2-norms of a step's gradients before clipping. None if there are no gradients."""
-
-    total: float | None
-    by_group: tuple[float | None, ...]
-    """The norm of each param group."""
 
 
 @dataclass(eq=False, repr=False)
@@ -65,6 +56,7 @@ class Stepper:
         """The hyperparameters at the time when the first update before this `step()` was prepared."""
         self.values = GradientValues(self, self._executor)
         """The gradients of this step as tensors."""
+        self.clipping = Clipping(self, self._groups, self._stages)
 
     def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
         """Autograd has finished one parameter's gradient."""
@@ -78,7 +70,7 @@ class Stepper:
                 "reentrant checkpoint delivers gradients in parts (use use_reentrant=False)."
             )
         if self.scaler.active and not self.scaler.used and self._stages is None:  # only the last stage has the loss
-            raise _not_scaled(repr(unit.name(slot)))
+            raise not_scaled(repr(unit.name(slot)))
         if accumulate:
             self.values.apply_factor(unit, slot)
         self.values.factors.pop((unit.index, slot), None)
@@ -181,72 +173,6 @@ class Stepper:
         self._drop_with_others()
         self._clear_step()
 
-    def norms(self, asked_by: str) -> Norms:
-        """2-norms of this step's gradients. Waits until all have arrived in their extents, on every rank.
-
-        Every rank must ask at the same point of its program, which `asked_by` names in errors. Raises
-        NonFiniteGradientError if a gradient is NaN or infinite.
-        """
-        self.rank_group.flush()
-        self.settle(self.gradients.of_step().values())
-        square_sums, first = self.rank_group.norm_terms(asked_by, self._square_sums, self.values.factors)
-        if self._stages is not None:
-            factors = frozenset(self.values.factor(gradient.unit, slot) for gradient, slot in self._shown())
-            mine = StepTerms(square_sums, first, factors, self.scaler.used)
-            square_sums, first, _, is_scaled = self._stages.all_terms(asked_by, mine)
-            if self.scaler.active and any(square_sums) and not is_scaled:
-                raise _not_scaled("The last stage")
-        if first is not None:
-            raise non_finite_error(first)
-        return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
-
-    def clip(self, limit: float) -> float:
-        """Clip this step's gradients. Returns their norm before clipping."""
-        return self.accesses.compute_lock.run(self._clip, limit)
-
-    def _clip(self, limit: float) -> float:
-        if not limit >= 0:
-            raise UsageError(f"optimizer.clip_grad_norm_ was called with max_norm={limit}: it must be 0 or more.")
-        if self._options.update_during_backward:
-            raise UsageError(TOO_LATE.format("optimizer.clip_grad_norm_"))
-        try:
-            total = self.norms("optimizer.clip_grad_norm_()").total
-        except NonFiniteGradientError:
-            if not self.scaler.skips:
-                raise
-            return math.inf  # `step` finds it too, and is skipped
-        return 0.0 if total is None else self._limit(total, limit)
-
-    def _limit(self, total: float, limit: float) -> float:
-        """Clip gradients to norm `limit`. `total` is their norm without factors. Returns their norm with factors,
-        before clipping."""
-        shown = self._shown()
-        factors = [self.values.factor(gradient.unit, slot) for gradient, slot in shown]
-        largest = max(map(abs, factors), default=1.0)
-        if largest == 0:
-            return 0.0
-        # Relative to the largest factor, so that gradients with equal factors are clipped as if there were none.
-        relative = [factor / largest for factor in factors]
-        norm = total
-        if any(abs(each) != 1.0 for each in relative):
-            if self.rank_group.mesh.size > 1 or self._stages is not None:
-                raise UsageError(
-                    "On several ranks, the norm of gradients that were multiplied by different numbers is not known: "
-                    "leave out wrap(max_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
-                )
-            sums = [
-                each**2 * gradient.square_sums[slot] for each, (gradient, slot) in zip(relative, shown, strict=True)
-            ]
-            norm = self._norm(sums) or 0.0
-        clipped = min(largest, limit / (norm + 1e-6))
-        for each, (gradient, slot) in zip(relative, shown, strict=True):
-            self.values.factors[gradient.unit.index, slot] = each * clipped
-        return norm * largest
-
-    def _shown(self) -> list[tuple[UnitGradient, int]]:
-        """The gradients that `step()` would use now."""
-        return [(gradient, slot) for gradient in self.gradients.untaken() for slot in self._used(gradient)]
-
     def step(self, late: bool = True) -> Norms | None:
         """Queue the update of every unit whose gradients have arrived. Updates run ahead of the next forward. If
         asynchronous updates will not be `late`, they predict no weights.
@@ -260,7 +186,7 @@ class Stepper:
         for unit in self._units:
             self.values.adopt(unit)
         try:
-            norms = self.norms("optimizer.step()")
+            norms = self.clipping.norms("optimizer.step()")
         except NonFiniteGradientError as error:
             applied = self._abandon()
             if applied or not self.scaler.skips:
@@ -278,8 +204,8 @@ class Stepper:
                 self._executor.damage.note(error)
             raise
         if self._clip_grad_norm is not None and norms.total is not None:
-            self._limit(norms.total, self._clip_grad_norm)
-        factors = [self.values.factor(gradient.unit, slot) for gradient, slot in self._shown()]
+            self.clipping.clip_to(self._clip_grad_norm, norms.total)
+        factors = self.clipping.factors()
         if not all(map(math.isfinite, factors)):
             raise UsageError(
                 "Gradients were multiplied by NaN or infinity, so no step can be taken with them. Clip with a max_norm "
@@ -346,26 +272,6 @@ class Stepper:
             for gradient in gradients:
                 self.accesses.compute_lock.waiting(gradient.settle)
 
-    def _square_sums(self, gradients: Iterable[UnitGradient], counts: Counts) -> list[list[float]]:
-        """By param group, the sums of squares of the gradients that this step uses and a norm counts."""
-        by_group: dict[int, list[float]] = {id(group): [] for group in self._groups.all}
-        for gradient in gradients:
-            for slot in self._used(gradient):
-                if not counts(gradient.unit.spec, slot):
-                    continue
-                by_group[id(self._groups.of(gradient.unit, slot))].append(gradient.square_sums[slot])
-        return list(by_group.values())
-
-    def _used(self, gradient: UnitGradient) -> list[int]:
-        """Slots of the parameters whose gradient this step uses."""
-        if gradient.unit.updated:
-            return list(gradient.hypers)
-        return [slot for slot in range(gradient.unit.trainable) if gradient.unit.has_gradient(slot)]
-
-    def _norm(self, square_sums: list[float]) -> float | None:
-        """The norm for these sums of squares, without the scale of the loss, which is a power of two."""
-        return math.sqrt(math.fsum(square_sums)) / self.scaler.scale if square_sums else None
-
     def _clear_step(self) -> None:
         self._forget_gradients()
         for unit in self._units:
@@ -400,10 +306,3 @@ class Stepper:
             "checkpoint. To update all units or none, leave out wrap(gradient_accumulation_steps=...), or give "
             "max_grad_norm."
         )
-
-
-def _not_scaled(what: str) -> UsageError:
-    return UsageError(
-        f"{what} received the gradient of a loss that was not scaled: with precision='fp16', call "
-        "optimizer.scale(loss).backward()."
-    )

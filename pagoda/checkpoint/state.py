@@ -21,7 +21,8 @@ from pagoda.optim.rule import LOW, MASTER, Shape, StateSpec
 from pagoda.parameters.hidden import HOME
 from pagoda.parameters.quantized import QuantizedForm
 from pagoda.parameters.unit import LiveUnit
-from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT
+from pagoda.plan.buffers import BLOCK_ELEMENTS
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import ParamSpec
 

@@ -30,7 +30,7 @@ from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import open_regular
 from pagoda.memory.forms import check
 from pagoda.memory.page import PAGE_ALIGN
-from pagoda.plan.layout import PIECE_ELEMENTS
+from pagoda.plan.buffers import PIECE_ELEMENTS
 
 DTYPE_NAMES = {
     torch.complex64: "C64",

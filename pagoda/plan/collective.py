@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from pagoda.memory.page import pages_for
-from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT, Layout
+from pagoda.plan.buffers import BLOCK_ELEMENTS
+from pagoda.plan.layout import WEIGHT, Layout
 from pagoda.plan.slices import slice_elements
 from pagoda.plan.units import ALIGN_ELEMENTS, align
 

@@ -8,18 +8,15 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from pagoda.memory.page import pages_for
+from pagoda.plan.buffers import DEVICE_SLOTS, WHOLE_SLOTS
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.units import UnitSpec
 
 UPDATE_RING = "update_ring"
 """The line of the plan for the device's slots."""
-DEVICE_SLOTS = 4
-"""Number of blocks on the device at once: one comes, one is updated, one goes, and one is spare."""
 _ALIGN = 256
 """Every part of a slot starts at a multiple of this many bytes, as CUDA's own allocations do."""
-_WHOLE_SLOTS = 2
-"""Number of blocks on the device at once if a block is a whole parameter."""
 WORK = "work"
 """fp32 copies of gradient and master, for a rule that computes on them."""
 
@@ -39,7 +36,7 @@ def why_not_on_device(layout: Layout, options: Options, device: int | None) -> s
 
 def slot_count(layout: Layout) -> int:
     """Number of blocks on the device at once. If a block is a whole parameter, one is updated while the other moves."""
-    return DEVICE_SLOTS if layout.weight.whole is None else _WHOLE_SLOTS
+    return DEVICE_SLOTS if layout.weight.whole is None else WHOLE_SLOTS
 
 
 def slot_offsets(layout: Layout) -> tuple[Mapping[str, int], int]:

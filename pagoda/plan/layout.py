@@ -9,41 +9,30 @@ import torch
 
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec, states_in
+from pagoda.plan.buffers import (
+    ACTIVATION_BUFFER_BYTES,
+    ACTIVATION_BUFFER_PAGES,
+    BLOCK_ELEMENTS,
+    BLOCKS_OF_A_THREAD,
+    BOUNCE_ELEMENTS,
+    FETCH_PIECE_BYTES,
+    LEASES_AHEAD,
+    MOST_AT_HOME,
+    MOST_BOUNCE_BUFFERS,
+    MOST_BOUNCED,
+    MOST_LAUNCHED,
+    PIECE_ELEMENTS,
+    RING_SLOTS,
+)
 from pagoda.plan.packed import Packed, ShapedSpan
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.slices import Slices, slice_elements
 from pagoda.plan.units import UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
-
-
 WEIGHT_BACK, GRAD_QUEUE = f"{WEIGHT}_back", "grad_queue"
 """What asynchronous updates need in addition: room for new weights beside those that a step reads, and gradients that
 wait. In a checkpoint, WEIGHT_BACK is the weights that steps read while these lag."""
-
-LEASES_AHEAD = 2
-"""Leases, each of the size of the largest unit, in addition to those in use at once. Fewer if the budget is tight."""
-RING_SLOTS = 4
-"""Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare."""
-FETCH_PIECE_BYTES = 4 << 20
-PIECE_ELEMENTS = 1 << 20
-"""Number of elements of a state that a checkpoint writes and hashes at a time."""
-BLOCK_ELEMENTS = 1 << 20
-"""Number of elements that an update kernel takes at a time. Its streams then take a few MiB, and two threads share a
-unit."""
-BOUNCE_ELEMENTS = 1 << 20
-"""Elements of a gradient whose squares are summed together."""
-_MOST_BOUNCED, _MOST_BUFFERS = 4, 8
-"""Most such parts of a gradient that leave a separate device together, to be added, and most buffers for them."""
-_MOST_AT_HOME = 4 << 20
-"""Most elements of a block whose states are all in RAM. Each block costs Python about a tenth of a millisecond."""
-_BLOCKS_OF_A_THREAD = 4
-"""Least number of such blocks of a large unit for each thread, so that no thread waits long for the others."""
-_MOST_LAUNCHED = 1 << 30
-"""Most elements of one launch of a GPU's kernel, whose indices have 32 bits."""
-_ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES = 16, 4 << 20
-"""Largest buffer between activations and SSD."""
-
 
 SMALL = 64
 """A state stays in RAM if it has less than one element for this many elements of the parameters."""
@@ -410,9 +399,9 @@ class Layout:
         """Elements of a block of an update that passes no ring. On a device, one launch takes all. In RAM, `threads`
         threads share a large unit."""
         if on_device:
-            return _MOST_LAUNCHED
-        share = -(-self.updated_elements(unit) // (_BLOCKS_OF_A_THREAD * threads))
-        return max(self.block_elements, min(align(share), _MOST_AT_HOME))
+            return MOST_LAUNCHED
+        share = -(-self.updated_elements(unit) // (BLOCKS_OF_A_THREAD * threads))
+        return max(self.block_elements, min(align(share), MOST_AT_HOME))
 
     @cached_property
     def bounce(self) -> tuple[int, int]:
@@ -422,8 +411,8 @@ class Layout:
         parts = -(-widest // BOUNCE_ELEMENTS)
         if self.block_limit < BLOCK_ELEMENTS or parts <= 2:
             return 2, min(BOUNCE_ELEMENTS, widest)
-        each = min(_MOST_BOUNCED, -(-parts // _MOST_BUFFERS))
-        return min(_MOST_BUFFERS, -(-parts // each)), each * BOUNCE_ELEMENTS
+        each = min(MOST_BOUNCED, -(-parts // MOST_BOUNCE_BUFFERS))
+        return min(MOST_BOUNCE_BUFFERS, -(-parts // each)), each * BOUNCE_ELEMENTS
 
     def block_pages(self, state: str) -> int:
         """Pages of a block's share of a state, wherever it begins in a page."""
@@ -465,7 +454,7 @@ class Layout:
     @property
     def activation_buffer_pages(self) -> int:
         """Pages of each buffer between activations and SSD."""
-        return max(1, min(_ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES // self.page_bytes))
+        return max(1, min(ACTIVATION_BUFFER_PAGES, ACTIVATION_BUFFER_BYTES // self.page_bytes))
 
     def lease_pages(self, ahead: int = LEASES_AHEAD) -> int:
         """Frames with which a unit, the units around it and `ahead` more can be leased at once, wherever they lie.

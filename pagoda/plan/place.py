@@ -7,19 +7,18 @@ from typing import NoReturn
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_at_least, format_bytes
+from pagoda.plan.buffers import ACTIVATION_BUFFERS, FETCH_SLOTS, STAGED
 from pagoda.plan.collective import reduce_buffers, serving_pages
 from pagoda.plan.device_homes import DeviceHomes, choose_device_homes, first_that_fit
 from pagoda.plan.device_updates import UPDATE_RING, WORK, on_device, slot_count, slot_pages
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.placement import (
-    ACTIVATION_BUFFERS,
     ACTIVATIONS,
     BOUNCE,
     CHECKPOINT,
     COLLECTIVE_BUFFERS,
     FETCH_RING,
-    FETCH_SLOTS,
     LEASES,
     RING,
     SERVING,
@@ -34,8 +33,6 @@ from pagoda.plan.units import UnitSpec
 MOVED_SHARE = 4
 """New versions during a checkpoint may take one of this many bytes of the states in RAM. Most states are written before
 their next update."""
-_STAGED = 4
-"""Most gradients of the widest unit in the staging region, if units are updated during backward."""
 SPECULATED_SHARE = 0.75
 """Share of the units with weights on the device, and other states elsewhere, that are updated speculatively: a second
 version of weights takes memory that keeps states at home. The others pass the device during the next forward, which
@@ -145,7 +142,7 @@ class _Placer:
         if layout.shares_experts:  # two wait for their turn to be added up, and others' come before
             staging_buffers = max(staging_buffers, 3)
         self.grads, widest_grad = sum(self.grad.values()), max(self.grad.values())
-        self.least_staging, self.most_staging = min(self.grads, staging_buffers * widest_grad), _STAGED * widest_grad
+        self.least_staging, self.most_staging = min(self.grads, staging_buffers * widest_grad), STAGED * widest_grad
         self.fixed = self._fixed_lines()
         self.reserved = sum(self.fixed.values())
         self.host = budgets.host // page - self.reserved

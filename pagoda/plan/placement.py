@@ -37,11 +37,6 @@ MEANING: Mapping[str, str] = {
 }
 """What a line holds that is not the home of a state."""
 
-ACTIVATION_BUFFERS = 4
-"""Number of buffers between activations and SSD: two on their way out, two on their way back."""
-FETCH_SLOTS = 4
-"""Number of pieces of weights between SSD and a separate device at once."""
-
 
 @dataclass(frozen=True, slots=True)
 class Budgets:

@@ -10,10 +10,11 @@ from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, offload_room, plan_activations
+from pagoda.plan.buffers import BLOCK_ELEMENTS
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import ROWS, Exchange
-from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK, Layout
+from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.lookups import largest_lookups, lookups_asked
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place

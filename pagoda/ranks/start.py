@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.plan.layout import PIECE_ELEMENTS
+from pagoda.plan.buffers import PIECE_ELEMENTS
 from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import HOST

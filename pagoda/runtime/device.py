@@ -21,8 +21,7 @@ from pagoda.optim.gradient_kernels import LANES
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.optim.warm import warm_up_gpu
-from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
-from pagoda.plan.layout import BOUNCE_ELEMENTS
+from pagoda.plan.buffers import BOUNCE_ELEMENTS, DEVICE_SLOTS as PIPES
 
 _ARRIVING = 4
 """Number of gradients whose squares a GPU sums at the same time."""

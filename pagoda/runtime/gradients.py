@@ -15,7 +15,8 @@ from pagoda.memory.versions import EMPTY
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.rule import Hyper
 from pagoda.parameters.unit import LiveUnit
-from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD, WEIGHT
+from pagoda.plan.buffers import BOUNCE_ELEMENTS
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import HOST, LaneName, update_threads

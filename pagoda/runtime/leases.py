@@ -11,8 +11,9 @@ from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.region import Region
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.buffers import FETCH_SLOTS
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, LEASES
+from pagoda.plan.placement import FETCH_RING, LEASES
 from pagoda.plan.tiers import HOST, SSD, LaneName
 from pagoda.runtime.buffers import BufferPool
 from pagoda.runtime.device import PAST, Device, Event

@@ -12,7 +12,8 @@ from pagoda.optim.flat import join, split
 from pagoda.optim.kernels import UpdateKernel as HostKernel, update_kernel
 from pagoda.optim.rule import DTYPES, LOW, PRECISIONS, ElementwiseRule, Rule, StateSpec, TensorRule
 from pagoda.plan.blocks import StreamPlan, stream_plan
-from pagoda.plan.device_updates import DEVICE_SLOTS, WORK, slot_offsets, slot_pages
+from pagoda.plan.buffers import DEVICE_SLOTS
+from pagoda.plan.device_updates import WORK, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.tiers import LaneName

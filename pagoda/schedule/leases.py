@@ -33,7 +33,7 @@ from pagoda.schedule.versions import Versions
 
 MOST_PREFETCHES = 2
 """A prefetch starts only while fewer FETCHes than this run. More would delay fetches for which compute waits. How far
-ahead of compute leases are filled depends on their frames alone (`plan/layout.py`, LEASES_AHEAD)."""
+ahead of compute leases are filled depends on their frames alone (`plan/buffers.py`, LEASES_AHEAD)."""
 _CANDIDATES = 16
 """The number of slabs in which a prefetch looks for frames. A fetch for which compute waits looks in all slabs."""
 

@@ -14,7 +14,7 @@ from triton_interpreter import round_fused_once
 from pagoda.config.training import Precision
 from pagoda.optim import Adafactor, adafactor_kernels, gradient_dtype
 from pagoda.optim.adafactor import as_matrices
-from pagoda.plan.layout import BOUNCE_ELEMENTS
+from pagoda.plan.buffers import BOUNCE_ELEMENTS
 
 from . import test_adafactor as adafactor
 from .blocks import (

@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
-from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD
+from pagoda.plan.buffers import BLOCK_ELEMENTS
+from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import LEASES, STAGING, Budgets
 from pagoda.plan.planner import Plan, make_plan

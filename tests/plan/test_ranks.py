@@ -10,9 +10,9 @@ from pagoda.config.memory import Split
 from pagoda.errors import ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
+from pagoda.plan.buffers import BLOCK_ELEMENTS
 from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers
 from pagoda.plan.exchanges import of_heads, of_stage, of_tokens
-from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.options import Options
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
 from pagoda.plan.planner import Plan, make_plan

@@ -16,7 +16,8 @@ from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.plan.layout import BOUNCE_ELEMENTS, GRAD
+from pagoda.plan.buffers import BOUNCE_ELEMENTS
+from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import STAGING, Budgets
 from pagoda.prepare.construct import describe

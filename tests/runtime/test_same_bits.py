@@ -28,7 +28,7 @@ from zoo import (
 
 import pagoda
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.plan.layout import BOUNCE_ELEMENTS
+from pagoda.plan.buffers import BOUNCE_ELEMENTS
 from pagoda.plan.trace import Phase
 
 from .loops import CASES, WIDTH, Nested, assert_trained_alike, built, in_memory

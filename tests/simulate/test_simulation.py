@@ -20,8 +20,9 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops, module_spec
 from pagoda.models.papers import PAPER_SHAPES
+from pagoda.plan.buffers import RING_SLOTS
 from pagoda.plan.collective import reduce_buffers
-from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import VERSIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pagoda.memory.arena import Arena, copy_bytes
-from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
+from pagoda.plan.buffers import DEVICE_SLOTS as PIPES
 from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, UpdateKernel, taken
 
 from .threads import Thread, Threads

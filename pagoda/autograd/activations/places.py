@@ -14,7 +14,8 @@ from pagoda.memory.pool import PagePool
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.activations import LEAST_OFFLOADED_BYTES, offload_room
-from pagoda.plan.placement import ACTIVATION_BUFFERS, ACTIVATIONS
+from pagoda.plan.buffers import ACTIVATION_BUFFERS
+from pagoda.plan.placement import ACTIVATIONS
 from pagoda.plan.tiers import HOST, SSD
 from pagoda.runtime.buffers import BufferPool
 from pagoda.runtime.device import Device, Event
