@@ -27,8 +27,8 @@ import tyro
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from pagoda.config.run import Moments
 from pagoda.optim import AdamW, flat
-from pagoda.optim.codecs import Moments
 from script import begin, machine, write
 from text import WINDOW, batches_of_text, smoothed
 

@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.calibrate.cpu import SCALARS, Sweeper, by_address, filled, roof_bf16, states_of
+from pagoda.config.run import Moments
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, kernels
-from pagoda.optim.codecs import Moments
 from pagoda.optim.flat import encode_moment
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.kernels import update_kernel

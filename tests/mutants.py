@@ -333,7 +333,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_meter.py",
         ),
     },
-    "autograd/stepper.py": {
+    "autograd/clipping.py": {
         "clipping leaves a clipped norm a thousandth too large": (
             "clipped = min(largest, limit / (norm + 1e-6))",
             "clipped = min(largest, limit / (norm + 1e-6) * 1.001)",
@@ -344,6 +344,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "        if False:\n            raise non_finite_error",
             "runtime/test_optimizer.py runtime/test_updates.py",
         ),
+    },
+    "autograd/stepper.py": {
         "hyperparameters of speculative updates are not compared": (
             "            if clipped or segments != gradient.segments:\n                changed.append(unit.index)",
             "            if clipped:\n                changed.append(unit.index)",

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 import pagoda
+from pagoda.config.run import Moments
 from pagoda.config.training import ActivationMode, Precision
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import AdamW, Rule
-from pagoda.optim.codecs import Moments
 from pagoda.optim.rule import StateSpec, TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options

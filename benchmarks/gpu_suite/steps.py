@@ -17,8 +17,8 @@ from gpu_suite.common import (
     throughput,
 )
 from pagoda import AdamW, Memory, Split, plan_of
+from pagoda.config.run import Moments
 from pagoda.errors import BudgetError
-from pagoda.optim.codecs import Moments
 from training import LR, Paged, Workload
 
 _LARGEST_STEPS = 5

@@ -24,7 +24,6 @@ from pagoda.memory.files import (
     sync_directory,
     write_durably,
 )
-from pagoda.memory.forms import hash_of
 from pagoda.memory.identity import (
     CHECKPOINT_ID,
     MANIFEST,
@@ -34,6 +33,7 @@ from pagoda.memory.identity import (
     partial_mark,
     removed,
 )
+from pagoda.memory.json_forms import hash_of
 from pagoda.memory.lock import Lock
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.tier import forget_commit

@@ -17,7 +17,7 @@ from pagoda.checkpoint.lazy import LazyTensor, Read, cat
 from pagoda.checkpoint.tensors import DTYPE_NAMES, DTYPES
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import Arena
-from pagoda.memory.forms import check
+from pagoda.memory.json_forms import check
 from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.ssd.committed import CommittedPages, open_commit
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK

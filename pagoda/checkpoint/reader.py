@@ -13,8 +13,8 @@ from pagoda.checkpoint.lazy import LazyTensor, cat, tensors_of
 from pagoda.checkpoint.paged import PAGED, PAGED_FORM, Pages
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks
 from pagoda.errors import CheckpointError
-from pagoda.memory.forms import FormError, check
 from pagoda.memory.identity import CHECKPOINT_ID, MANIFEST
+from pagoda.memory.json_forms import FormError, check
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 
 TILES = "tiles"

@@ -28,7 +28,7 @@ from pagoda.checkpoint.direct import DirectFile
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import open_regular
-from pagoda.memory.forms import check
+from pagoda.memory.json_forms import check
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.plan.buffers import PIECE_ELEMENTS
 

@@ -11,6 +11,7 @@ from pagoda.config.training import Training
 from pagoda.errors import ConfigError
 
 Moments = Literal["fp32", "bf16", "8bit"]
+"""The formats in which AdamW can store its moments."""
 PlanMode = Literal["usual", "search"]
 """Whether a run takes the planner's first choice, or simulates several plans and takes the fastest."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pagoda.memory.forms import with_hash
+from pagoda.memory.json_forms import with_hash
 from pagoda.memory.ram import ram_bytes
 from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import Timeline, TimelineSpan

@@ -17,8 +17,8 @@ import xxhash
 
 from pagoda.errors import CheckpointError
 from pagoda.memory.files import open_regular, read_regular, storage_errors, sync_directory, write_durably
-from pagoda.memory.forms import FormError, whole, with_hash
 from pagoda.memory.identity import MANIFEST
+from pagoda.memory.json_forms import FormError, whole, with_hash
 
 SEAL = "pagoda-seal.json"
 _FORMAT = "pagoda-seal"

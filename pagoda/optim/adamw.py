@@ -23,8 +23,9 @@ from typing import Any, ClassVar, get_args
 
 import torch
 
+from pagoda.config.run import Moments
 from pagoda.optim.adam import Adam
-from pagoda.optim.codecs import BLOCK, Key, Moments
+from pagoda.optim.codecs import BLOCK, Key
 from pagoda.optim.rule import StateSpec
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")

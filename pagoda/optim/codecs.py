@@ -52,10 +52,7 @@ as NaN.
 """
 
 import hashlib
-from typing import Literal, NamedTuple
-
-Moments = Literal["fp32", "bf16", "8bit"]
-"""The formats in which AdamW can store its moments."""
+from typing import NamedTuple
 
 BLOCK = 256
 """Elements that share a floor."""

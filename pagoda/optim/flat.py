@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pagoda.config.run import Moments
 from pagoda.errors import ConfigError
 from pagoda.optim import kernels
-from pagoda.optim.codecs import BLOCK, Key, Moments
+from pagoda.optim.codecs import BLOCK, Key
 from pagoda.optim.rule import PRECISIONS, ElementwiseRule
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pagoda.memory.files import append_to, read_regular, storage_errors, write_durably
-from pagoda.memory.forms import Form, FormError, check
+from pagoda.memory.json_forms import Form, FormError, check
 
 _log = logging.getLogger("pagoda")
 _MOST_BYTES = 1 << 34
@@ -80,7 +80,7 @@ def number_or_null(value: object) -> bool:
 
 _ANY: dict[str, Form] = {"step": int}
 STEP_FORM = {"step": int, "loss": number_or_null, "step_s": number, "tokens_per_s": number, "peak_bytes": {str: int}}
-"""What a report needs of the line of a step; see `memory.forms`."""
+"""What a report needs of the line of a step; see `memory.json_forms`."""
 _EVALUATION_FORM = {"step": int, **dict.fromkeys(("loss", "perplexity", "bits_per_byte"), number_or_null)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pagoda.errors import ConfigError, needed
 from pagoda.forecast.report import format_seconds
 from pagoda.memory.files import read_regular
-from pagoda.memory.forms import FormError, whole
+from pagoda.memory.json_forms import FormError, whole
 from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
 from pagoda.plan.tiers import LaneName

@@ -25,7 +25,7 @@ from pagoda.checkpoint.directory import committed
 from pagoda.config.reading import Data, DataSettings, Reading, names_of
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import open_regular, read_regular, sync_descriptor, write_durably
-from pagoda.memory.forms import whole, with_hash
+from pagoda.memory.json_forms import whole, with_hash
 from pagoda.models.build import is_encoder_decoder, model_directory
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.records import Document

@@ -12,7 +12,7 @@ from torch import nn
 from zoo import ALL_ON_SSD, assert_equal, squeeze
 
 import pagoda
-from pagoda.optim.codecs import Moments
+from pagoda.config.run import Moments
 from pagoda.plan.tiers import LANES
 
 from .conftest import Wrap

@@ -14,8 +14,8 @@ from torch import nn
 from zoo import ALL_ON_SSD, RESIDENT, Outcome, Recipe, assert_equal, losses_of, squeeze, train, usual_loop
 
 import pagoda
+from pagoda.config.run import Moments
 from pagoda.optim import AdamW, Rule
-from pagoda.optim.codecs import Moments
 
 from .conftest import Wrap
 

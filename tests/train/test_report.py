@@ -12,7 +12,7 @@ from pagoda.cli.main import main
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
 from pagoda.forecast.record import as_lines
-from pagoda.memory.forms import whole
+from pagoda.memory.json_forms import whole
 from pagoda.memory.sizes import format_bytes
 from pagoda.train.report import report
 from tests.tiny import tiny_run, trained, write_model

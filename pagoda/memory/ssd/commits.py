@@ -24,8 +24,8 @@ import numpy as np
 import xxhash
 
 from pagoda.errors import StorageError
-from pagoda.memory.forms import FormError, check
 from pagoda.memory.identity import CHECKPOINT_ID
+from pagoda.memory.json_forms import FormError, check
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.memory.ssd.slots import UNWRITTEN, PageTable
 

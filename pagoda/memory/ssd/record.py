@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pagoda.errors import StorageError
 from pagoda.memory.files import TEMPORARY, inside, read_regular, replace_file, storage_errors, sync_descriptor
-from pagoda.memory.forms import FormError
+from pagoda.memory.json_forms import FormError
 from pagoda.memory.ssd.commits import COMMIT_ID, FORMAT, RECORD_FORM, STORE_ID, VERSION, Commit, fields_of
 
 PREFIX = "pagoda-"
