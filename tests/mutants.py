@@ -527,8 +527,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "drained updates may still be undone": (
-            "            self.call_off_all()\n            self._retry_all()",
-            "            self._retry_all()",
+            "            self.call_off_all()\n            self._wake_all()",
+            "            self._wake_all()",
             "schedule/test_schedule.py",
         ),
         "an update that was refused stands": (
@@ -542,8 +542,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "updates that were held back stay so": (
-            "        if self._checkpoint.retry(unit):\n            self._retry_all()\n",
-            "        self._checkpoint.retry(unit)\n",
+            "        if self._checkpoint.wake(unit):\n            self._wake_all()\n",
+            "        self._checkpoint.wake(unit)\n",
             "schedule/test_schedule.py",
         ),
         "an update takes room before its gradient is there": (
@@ -618,7 +618,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "runtime/test_second_placement.py",
         ),
         "pages that stay on SSD lose their content when others move": (
-            "store.place_on_ssd({move.home: move.run for move in on_ssd if move.run is not None})",
+            "store.place_on_ssd({move.new_run: move.run for move in on_ssd if move.run is not None})",
             "store.place_on_ssd({})",
             "runtime/test_second_placement.py",
         ),

@@ -308,7 +308,7 @@ class Accesses:
         `lane`, or to what that waits for. If nothing can make the condition hold, `refuse` is called, which raises."""
         if self._driver.ask(until):
             return
-        self._executor.retry_updates()
+        self._executor.try_again()
 
         def ended() -> bool:
             return until() or self._scheduler.broken or self._executor.suspended_by is not None

@@ -95,7 +95,7 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
         layout[WEIGHT] = DTYPE_NAMES[unit.spec.dtype]
     extents, spans = {}, {}
     for state in states:
-        run = store.run(unit.index, state.name)
+        run = store.run_on_ssd(unit.index, state.name)
         if run is not None:
             extents[state.name] = [run.start, run.count]
             spans[state.name] = [[s.start, s.stop, s.at] for s in store.shards.held(unit.spec, state.name)]
@@ -119,7 +119,7 @@ def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
     frozen = [
         PageRun(run.stop - plan.layout.frozen_pages(unit, WEIGHT), plan.layout.frozen_pages(unit, WEIGHT))
         for unit in plan.units
-        if (run := engine.store.run(unit.index, WEIGHT)) is not None
+        if (run := engine.store.run_on_ssd(unit.index, WEIGHT)) is not None
     ]
     try:
         room, why = ssd.room_beside(gone, frozen), "checkpoints that are kept have taken the room for its pages"

@@ -288,7 +288,7 @@ class Snapshot:
         store = self._engine.store
         moved = [each for each in parameters if blocks and each.division != checkpoint.division(each.whole)]
         for state in states:
-            found, run = adoptable.get((unit.index, state.name)), store.run(unit.index, state.name)
+            found, run = adoptable.get((unit.index, state.name)), store.run_on_ssd(unit.index, state.name)
             if found and run and store.ssd and store.ssd.adopt(run, *found):
                 continue
             for parameter in parameters:

@@ -104,7 +104,7 @@ class Giving:
 
     def _pieces(self, unit: LiveUnit) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's slice of a unit, as it is now, in messages."""
-        run, dtype = self._store.home(unit.index, WEIGHT_BACK), self._gathering.dtype(unit)
+        run, dtype = self._store.newest(unit.index, WEIGHT_BACK), self._gathering.dtype(unit)
         home = self._store.tensor(unit.index, WEIGHT, run)
         most = self._gathering.message_elements(unit)
         for span in self._shards.spans(unit.spec, WEIGHT):

@@ -163,7 +163,7 @@ class Capture:
 
     def _has_one_version_on_ssd(self, unit: int, full: bool) -> bool:
         states, kept = self._store.plan.layout.states, self._extents.get(unit, {})
-        on_ssd = [state.name for state in states if self._store.run(unit, state.name) is not None]
+        on_ssd = [state.name for state in states if self._store.run_on_ssd(unit, state.name) is not None]
         return any(full or state not in kept for state in on_ssd)
 
     def _bytes(self, reading: _Reading, piece: CapturedPiece, landing: Region | None) -> memoryview:

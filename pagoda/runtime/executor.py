@@ -105,12 +105,12 @@ class Executor:
                 del self._held[key]
                 self.driver.tell(self._let_go, operation)
 
-    def retry_updates(self) -> None:
+    def try_again(self) -> None:
         """Try again what has failed of updates."""
         if self.suspended_by is not None:
             self.suspended_by = None
             self.driver.tell(self._scheduler.try_again)
-            self.updates.retry()
+            self.updates.try_again()
 
     def raise_failure(self) -> None:
         """Raise the error for which compute waits no longer."""
@@ -163,7 +163,7 @@ class Executor:
 
     def newest(self, unit: LiveUnit) -> PageRun:
         """Where the unit's newest weights are, after all updates that have ended."""
-        return self.driver.ask(partial(self._store.home, unit.index, WEIGHT))
+        return self.driver.ask(partial(self._store.newest, unit.index, WEIGHT))
 
     def is_to_come(self, unit: LiveUnit) -> bool:
         """Whether the unit's latest requested update has not begun yet. False with asynchronous updates, whose weights
@@ -181,7 +181,7 @@ class Executor:
         """Start a checkpoint that reads every unit. Call it only through `driver.tell`."""
         self.capture = capture
         self._scheduler.begin_checkpoint(capture.one_version)
-        self.retry_updates()
+        self.try_again()
         self._end_lost_capture()
 
     def end_checkpoint(self) -> None:
@@ -264,7 +264,7 @@ class Executor:
     def _fetch(self, operation: Fetch) -> None:
         index, waits = operation.unit, operation.awaited
         after: tuple[Handle, ...] = ()
-        source = partial(self._store.home, index, WEIGHT_BACK)
+        source = partial(self._store.newest, index, WEIGHT_BACK)
         if waits is not None:  # where the update for which it waits has written them
             gradient: UnitGradient = waits.payload
             after, source = (gradient.shown,), partial(getattr, gradient, "weights")
@@ -291,7 +291,7 @@ class Executor:
         gradient: UnitGradient = update.record.payload
         updated, written = update.payload = Handle(), Handle()
         store, unit = self._store, operation.unit
-        extents = Extents(store.homes(unit), store.named(unit, update.runs))
+        extents = Extents(store.newest_runs(unit), store.named(unit, update.runs))
         gradient.weights = extents.write[WEIGHT]
         tell, scheduler = self.driver.tell, self._scheduler
         if operation.unit in store.plan.placement.on_device:
@@ -315,10 +315,10 @@ class Executor:
 
         def suspended(error: BaseException) -> bool:
             tell(scheduler.cannot_go_on, operation)
-            retried = not update.speculative and self._share_weights is None  # other ranks would wait
-            if retried:
+            waits = not update.speculative and self._share_weights is None  # other ranks would wait
+            if waits:
                 tell(self._suspend, error)
-            return retried
+            return waits
 
         self.updates.submit(RunningUpdate(gradient, gradient.segments, extents, updated, written, used, suspended))
 
@@ -343,7 +343,7 @@ class Executor:
     def _adopt(self, operation: Adopt) -> None:
         unit = self._units[operation.unit]
         if self._leases.in_place(unit):
-            self._leases.lease_home(unit)
+            self._leases.lease_in_place(unit)
 
     def _share(self, operation: Share) -> None:
         assert self._share_weights is not None, "only ranks share"

@@ -156,8 +156,8 @@ class _Added(NamedTuple):
 class GradientBuffers:
     """The gradients of a process: what the scheduler's records hold of them, and the memory that they are in.
 
-    A unit's gradient has a home in RAM (with several waiting steps, one per step), or it shares the pages of `staging`
-    with others. The scheduler decides which gradient gets which pages, and which gradients are on SSD.
+    A unit has buffers of its own, one for each step whose gradients may wait, or it shares the pages of `staging` with
+    others. The scheduler decides which gradient gets which buffer, and which gradients are on SSD.
     """
 
     _store: Store
@@ -318,7 +318,7 @@ class GradientBuffers:
             self._place(operation.gradient)
         view = self._staging.part(pages).view()
         label = f"{verb} {self._store.plan.units[operation.unit].name}"
-        run = self._store.run(operation.unit, GRAD)
+        run = self._store.run_on_ssd(operation.unit, GRAD)
         assert run is not None, "the plan has room for it on SSD"
         return self._lanes[lane].submit(partial(move, run, 0, view), (), view.nbytes, label)
 
@@ -357,8 +357,8 @@ class GradientBuffers:
         """Give a gradient the buffer that the scheduler has chosen."""
         gradient: UnitGradient = record.payload
         if record.run is None:
-            home = self._store.gradients[gradient.unit.index][record.home or 0]
-            gradient.place = lambda: home
+            own = self._store.gradients[gradient.unit.index][record.own_buffer or 0]
+            gradient.place = lambda: own
             return
         elements = self._store.plan.layout.elements(gradient.unit.spec, GRAD)
         gradient.place = partial(

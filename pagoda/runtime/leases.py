@@ -103,9 +103,9 @@ class Fetcher:
         in_frames = plan.leased_pages()
         for unit in self._units:
             if unit.index not in in_frames:
-                self.lease_home(unit)
+                self.lease_in_place(unit)
 
-    def lease_home(self, unit: LiveUnit) -> None:
+    def lease_in_place(self, unit: LiveUnit) -> None:
         """Lease a unit in place, in the run that accesses read now. Views of an earlier run may see its contents
         change."""
         scheduled = self._scheduler.lease(unit.index)

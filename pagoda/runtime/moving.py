@@ -29,7 +29,7 @@ class _Move(NamedTuple):
     """Where they are on SSD, if they are there."""
     to: tuple[int, str]
     """The unit and the state."""
-    home: PageRun
+    new_run: PageRun
     """The run to which they go."""
 
 
@@ -50,7 +50,7 @@ def move_states(store: Store, plan: Plan, device: Device) -> None:
         device.free(store.device.arena)
     old, first = store.host, first_runs(schedule_plan(plan))
     moves = [
-        _Move(_newest(store, unit.index, state), store.run(unit.index, state), (unit.index, state), home)
+        _Move(_newest(store, unit.index, state), store.run_on_ssd(unit.index, state), (unit.index, state), home)
         for unit in plan.units
         for state, home in store.named(unit.index, first[unit.index]).items()
         if home.count
@@ -61,10 +61,10 @@ def move_states(store: Store, plan: Plan, device: Device) -> None:
     with ThreadPoolExecutor(SSD_THREADS) as pool:
         [*pool.map(partial(_fill, store, old), moves)]
     on_ssd = [move for move in moves if store.tier(*move.to) == SSD]
-    store.place_on_ssd({move.home: move.run for move in on_ssd if move.run is not None})
+    store.place_on_ssd({move.new_run: move.run for move in on_ssd if move.run is not None})
     for move in on_ssd:
         if move.tensor is not None:
-            store.save(move.home, 0, tensor_bytes(move.tensor))
+            store.save(move.new_run, 0, tensor_bytes(move.tensor))
     old.arena.close()
     store.aside.clear()
     store.host.arena.lock()
@@ -104,7 +104,7 @@ def _in_ram(tensor: torch.Tensor) -> torch.Tensor:
 def _fill(store: Store, old: Region, move: _Move) -> None:
     """Fill the run in memory to which a state moves, and return its old pages to the system, which nothing needs any
     more."""
-    target = store.tensor(*move.to, move.home)
+    target = store.tensor(*move.to, move.new_run)
     if target is None:
         return
     target = target.view(torch.uint8)

@@ -46,10 +46,10 @@ class Store:
     | question | answer |
     |---|---|
     | `tier(unit, state)` | in which tier a state is |
-    | `home(unit, state)`, `homes(unit)` | in which run its newest version is; that of every state |
+    | `newest(unit, state)`, `newest_runs(unit)` | in which run its newest version is; that of every state |
     | `named(unit, runs)` | the states of runs that the scheduler names |
     | `tensor(unit, state, run)` | what a run in memory has, or the newest version |
-    | `run(unit, state)` | the newest version's pages, if it is on SSD |
+    | `run_on_ssd(unit, state)` | the newest version's pages, if it is on SSD |
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Store:
         """Dtype of a state of a unit."""
         return self.plan.layout.dtype(self.plan.units[unit], state)
 
-    def home(self, unit: int, state: str) -> PageRun:
+    def newest(self, unit: int, state: str) -> PageRun:
         """The run with the newest version of a state, which is empty if the unit does not have it. For WEIGHT_BACK, the
         run of the weights that accesses read."""
         weights, number = self._scheduler.weights(unit), self.numbers[unit].get(state)
@@ -159,7 +159,7 @@ class Store:
             return weights.read if state == WEIGHT_BACK else EMPTY
         return weights.runs[number]
 
-    def homes(self, unit: int) -> Runs:
+    def newest_runs(self, unit: int) -> Runs:
         """State -> the run with its newest version."""
         return self.named(unit, self._scheduler.weights(unit).runs)
 
@@ -178,23 +178,23 @@ class Store:
         tier = self.tier(unit, state)
         if tier == SSD:
             return None
-        run, dtype = self.home(unit, state) if run is None else run, self.dtype(unit, state)
+        run, dtype = self.newest(unit, state) if run is None else run, self.dtype(unit, state)
         if not run.count:
             return torch.empty(0, dtype=dtype)
         region, page = self._regions[tier], self.plan.page_bytes
         return region.arena.tensor((region.start + run.start) * page, run.count * page // dtype.itemsize, dtype)
 
-    def run(self, unit: int, state: str) -> PageRun | None:
+    def run_on_ssd(self, unit: int, state: str) -> PageRun | None:
         """The pages on SSD with the newest version of a state, or with the gradient. None if it is elsewhere."""
         if state == GRAD:
             return self._gradient_runs.get(unit)
-        home = self.home(unit, state)
-        return home if self.tier(unit, state) == SSD and home.count else None
+        run = self.newest(unit, state)
+        return run if self.tier(unit, state) == SSD and run.count else None
 
     def in_place(self, unit: int, numel: int) -> torch.Tensor:
         """The first `numel` weights of a unit in memory that accesses read, with a storage object that nobody else
         holds."""
-        region = self._regions[self.tier(unit, WEIGHT)].part(self.home(unit, WEIGHT_BACK))
+        region = self._regions[self.tier(unit, WEIGHT)].part(self.newest(unit, WEIGHT_BACK))
         return region.tensor(self.dtype(unit, WEIGHT), numel)
 
     def copy_out(self, source: torch.Tensor, into: memoryview, on_device: bool) -> None:
@@ -236,7 +236,7 @@ class Store:
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count) of a unit's state, shape [count]. Those that only other ranks have
         are undefined: see `Collectives.completed`."""
-        spec, run = self.plan.units[unit], self.home(unit, state)
+        spec, run = self.plan.units[unit], self.newest(unit, state)
         if not self.shards.is_sliced(spec, state):
             return self._read(unit, state, run, start, count)
         out = torch.empty(count, dtype=self.dtype(unit, state))
@@ -274,7 +274,7 @@ class Store:
         WEIGHT_BACK is then written after the weights.
         """
         self.writes += 1
-        runs = {self.home(unit, state), *([self.home(unit, WEIGHT_BACK)] if state == WEIGHT else [])}
+        runs = {self.newest(unit, state), *([self.newest(unit, WEIGHT_BACK)] if state == WEIGHT else [])}
         for held in self._held(self.plan.units[unit], state, start, start + values.numel()):
             for run in runs:
                 self._write(unit, state, run, held.at, values[held.start - start : held.stop - start])

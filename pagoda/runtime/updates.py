@@ -56,7 +56,7 @@ class RunningUpdate(NamedTuple):
     """Called when the gradient has been read."""
     suspended: Callable[[BaseException], bool] = lambda _: False
     """Called when something has failed that can be done again. Returns whether the update waits for
-    `UpdateStream.retry`. If not, it fails."""
+    `UpdateStream.try_again`. If not, it fails."""
 
     @property
     def unit(self) -> LiveUnit:
@@ -146,9 +146,9 @@ class UpdateStream:
         if self._refusal is None:
             self._tell(self._stream.read_ahead, unit)
 
-    def retry(self) -> None:
+    def try_again(self) -> None:
         """Try again what has failed of updates."""
-        self._tell(self._stream.retry)
+        self._tell(self._stream.try_again)
 
     def give_up(self) -> None:
         """Let updates fail that wait to be tried again, and later ones at once."""
@@ -185,7 +185,7 @@ class UpdateStream:
         """Whether no state is changed where it was: it is on SSD, of which blocks are changed in the ring, or the new
         one is elsewhere."""
         read, write = update.extents
-        on_ssd = (name for name in read if self._store.run(update.unit.index, name) is not None)
+        on_ssd = (name for name in read if self._store.run_on_ssd(update.unit.index, name) is not None)
         return {*read} == {*on_ssd, *update.extents.moved, *(name for name in read if not write[name].count)}
 
     def _changing(self, update: RunningUpdate) -> Sequence[int]:
@@ -230,7 +230,7 @@ class UpdateStream:
             if self.gives_up or not update.suspended(action.error):
                 self._tell(self._stream.give_up, update)
             return
-        weights_on_ssd = self._store.run(update.unit.index, WEIGHT) is not None
+        weights_on_ssd = self._store.run_on_ssd(update.unit.index, WEIGHT) is not None
         if action.do is Do.USED:
             update.used()
             if not weights_on_ssd:
@@ -274,7 +274,7 @@ class Updater:
         self._states = [layout.states_of(unit) for unit in units]
         """The states of each unit."""
         self._streamed = [
-            [state.name for state in states if store.run(unit.index, state.name) is not None]
+            [state.name for state in states if store.run_on_ssd(unit.index, state.name) is not None]
             for unit, states in zip(units, self._states, strict=True)
         ]
         """The states on SSD of each unit."""
@@ -289,7 +289,7 @@ class Updater:
         """Submit the reads of a block's states on SSD into its slot."""
         update: RunningUpdate | None = block.update
         # Where they are written: that has the old content at first, and what earlier blocks have written of a page.
-        runs = self._store.homes(block.unit) if update is None else update.extents.write
+        runs = self._store.newest_runs(block.unit) if update is None else update.extents.write
         return self._transfers(LaneName.SSD_READ, block, runs)
 
     def computations(self, block: Block) -> Iterator[Handle]:

@@ -73,7 +73,7 @@ class Checkpoint:
         self._behind = set(range(len(self._units)))
         for unit, weights in enumerate(self._versions.of):
             self._units[unit].version = weights.due
-            self.retry(unit)
+            self.wake(unit)
 
     def ended(self, unit: int) -> None:
         """A SAVE has ended or failed."""
@@ -82,7 +82,7 @@ class Checkpoint:
         self._reading -= 1
         self.left -= 1
 
-    def retry(self, unit: int) -> bool:
+    def wake(self, unit: int) -> bool:
         """An update has ended for which a SAVE may have waited. Returns whether it is the last update that the
         checkpoint needs, so that later updates need not wait any more."""
         lacked, saving = bool(self._behind), self._units[unit]

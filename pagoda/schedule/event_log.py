@@ -107,7 +107,7 @@ def _facts(value: Any) -> Any:
         case UpdateRecord():
             return [value.record.step, _facts(value.runs)]
         case GradientRecord():
-            return [value.step, _facts(value.run), value.home]
+            return [value.step, _facts(value.run), value.own_buffer]
         case PageRun():
             return [value.start, value.count]
         case tuple():

@@ -3,10 +3,10 @@
 This file has decisions only. The tensors of gradients are in `runtime/gradients.py`.
 
 A record is the gradient of a unit for one step. It begins when autograd or another rank makes the first part of it, and
-it ends when its update has used it. If a unit's gradients have homes in RAM, one home is the record's permanent buffer.
-The other records share the pages for buffers. If a complete gradient will wait for its update on SSD, it is written
-there at once, and keeps its buffer until another gradient needs the pages. So a gradient that is used soon is never
-read back from SSD.
+it ends when its update has used it. A unit whose gradients always fit in RAM has buffers of its own, one for each step
+whose gradients may be there. The other units share the pages for buffers. If a complete gradient will wait for its
+update on SSD, it is written there at once, and keeps its buffer until another gradient needs the pages. So a gradient
+that is used soon is never read back from SSD.
 """
 
 from bisect import insort
@@ -30,8 +30,8 @@ class Gradients:
         self._issue = issue
         slab = plan.buffer_slab or max(unit.buffer_pages for unit in plan.units)
         self.pages = Frames(plan.buffer_pool, slab)
-        self._homes = [[*range(plan.gradient_homes)] for _ in plan.units]
-        """By unit, the homes that no record uses."""
+        self._own_buffers = [[*range(plan.own_buffers)] for _ in plan.units]
+        """By unit, its own buffers that no record uses."""
         self._records: dict[int, GradientRecord] = {}
         """unit -> the record of this step."""
         self._earlier: dict[int, GradientRecord] = {}
@@ -232,9 +232,9 @@ class Gradients:
             return True
         count = self._plan.units[record.unit].buffer_pages
         if not count:
-            homes = self._homes[record.unit]
-            record.home = homes.pop(0) if homes else None
-            return record.home is not None
+            own = self._own_buffers[record.unit]
+            record.own_buffer = own.pop(0) if own else None
+            return record.own_buffer is not None
         if self._plan.spills and self._earlier.get(record.unit, record) is not record:
             return False  # SSD has one place for the gradients of a unit
         record.run = self.pages.alloc(count)
@@ -297,6 +297,6 @@ class Gradients:
             self.pages.free(record.run)
             self._idle.pop(record, None)
             self._busy.pop(record, None)
-        if record.home is not None:
-            insort(self._homes[record.unit], record.home)
-        record.run = record.home = None
+        if record.own_buffer is not None:
+            insort(self._own_buffers[record.unit], record.own_buffer)
+        record.run = record.own_buffer = None

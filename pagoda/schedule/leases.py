@@ -194,7 +194,7 @@ class Leases:
             self._note_idle(lease.unit)
 
     def ended(self, lease: Lease, failed: bool = False) -> None:
-        """The fetch of a lease has ended. A failed fetch is retried as long as compute waits for it."""
+        """The fetch of a lease has ended. A failed fetch is tried again as long as compute waits for it."""
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)

@@ -179,7 +179,7 @@ class UnitPlan:
     lease_frames: int = 0
     """The size of a lease. 0 if compute reads the weights in their home."""
     buffer_pages: int = 0
-    """The size of a buffer for its gradient. 0 if the gradient has a home in RAM."""
+    """The size of a shared buffer for its gradient. 0 if the unit has buffers of its own."""
     states: tuple[tuple[str, int], ...] = ()
     """The tier and the pages of each state. The first state is the weights."""
     streamed: bool = False
@@ -208,7 +208,7 @@ class SchedulePlan:
     frame_slab: int = 0
     """Frames per slab. No lease crosses a border of slabs. 0: the size of the largest lease."""
     buffer_pool: int = 0
-    """Pages for gradient buffers of units whose gradients have no home. At least twice the largest buffer."""
+    """Pages for gradient buffers that units share. At least twice the largest buffer."""
     buffer_slab: int = 0
     """Like `frame_slab`, for gradient buffers."""
     spills: bool = True
@@ -226,9 +226,9 @@ class SchedulePlan:
     fetches, and not the ends of operations."""
 
     @property
-    def gradient_homes(self) -> int:
-        """The number of homes for each unit's gradients, if they have homes. This number of steps' gradients may wait
-        for updates."""
+    def own_buffers(self) -> int:
+        """The number of gradient buffers of a unit that has its own. The gradients of this number of steps may wait for
+        updates."""
         return 1 + self.asynchronous
 
 
@@ -274,7 +274,7 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
 
 
 def _buffer_pages(plan: Plan, unit: int) -> int:
-    """Pages of a shared buffer for a unit's gradient. 0 if the gradient has a home.
+    """Pages of a shared buffer for a unit's gradient. 0 if the unit has buffers of its own.
 
     Without SSD, gradients that are used at once by updates during backward have RAM as their home, but only shared
     buffers.

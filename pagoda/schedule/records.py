@@ -37,8 +37,8 @@ class GradientRecord:
     step: int
     run: PageRun | None = None
     """The record's buffer, if it is in shared pages and exists now."""
-    home: int | None = None
-    """Which of the unit's homes the record has, if the unit has homes."""
+    own_buffer: int | None = None
+    """Which of the unit's own buffers the record has, if the unit has any."""
     made: list[Any] = field(default_factory=list)
     """What autograd has made and what waits for the buffer. Each is given to an OFFLOAD of its own."""
     to_reduce: int = 0
@@ -76,7 +76,7 @@ class GradientRecord:
 
     @property
     def lacks_buffer(self) -> bool:
-        return self.run is None and self.home is None
+        return self.run is None and self.own_buffer is None
 
 
 class UpdateState(Enum):

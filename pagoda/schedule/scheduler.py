@@ -245,7 +245,7 @@ class Scheduler:
     def others_have_read(self, unit: int) -> None:
         """The other rank has read the weights."""
         self.leases.others_read(unit, begin=False)
-        self.updates.retry(unit)
+        self.updates.wake(unit)
         self._pump(ranks_agree=False)
 
     # --- events of the executor ---
@@ -269,8 +269,8 @@ class Scheduler:
     def failed(self, operation: Operation) -> None:
         """An operation has failed. The executor raises its error where it matters.
 
-        A failed FETCH, SPILL, RELOAD or SAVE loses nothing. A FETCH is retried as long as compute waits for it, a SPILL
-        when compute next makes a gradient, and both SPILL and RELOAD once it has been told (`try_again`). After a
+        A failed FETCH, SPILL, RELOAD or SAVE loses nothing. A FETCH is tried again as long as compute waits for it, a
+        SPILL when compute next makes a gradient, and both SPILL and RELOAD once it has been told (`try_again`). After a
         failed OFFLOAD the step must be dropped. A failed speculative UPDATE is given up. After any other failure, no
         state can be used until all are `restored`.
         """
@@ -441,7 +441,7 @@ class Scheduler:
             self.gradients.moved(operation, failed)
             if operation.gradient.lost:
                 self.updates.lose(operation.gradient)
-        self.updates.retry(operation.unit)
+        self.updates.wake(operation.unit)
 
     def _fetch(self, leases: Iterable[Lease]) -> None:
         """Fill leases. A speculative update of what they read is called off first."""

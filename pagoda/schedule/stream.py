@@ -17,7 +17,7 @@ Rules:
 - While no update needs a slot, the blocks of the unit that will probably be updated next are read ahead. Reading ahead
   leaves `kept_free` slots, so that an update of the other updater never waits for what may be needed much later. The
   updater's own next streamed update uses what was read ahead, or drops it.
-- A READ or WRITE of an update that fails is tried again on `retry`, because the states before and after it are still
+- A READ or WRITE of an update that fails is repeated on `try_again`, because the states before and after it are still
   there: on SSD, and in the slot. So is an UPDATE that fails, after another READ, if the update is `repeatable`: it
   changes no state where it was. Until then, no further block of its update begins.
 - After another error, or once what has failed is given up, no further block of an update begins. The update is over
@@ -50,7 +50,7 @@ class Do(Enum):
     WRITE = auto()
     """Write a block's states from its slot, then report `has_written`."""
     SUSPEND = auto()
-    """Each block of an update that is under way waits for `retry` or `give_up`, because one has failed."""
+    """Each block of an update that is under way waits for `try_again` or `give_up`, because one has failed."""
     USED = auto()
     """An update has read its gradients. If no states are streamed, it has written them too."""
     END = auto()
@@ -217,7 +217,7 @@ class Stream:
             self._drop_ahead(updater)
         self._go_on()
 
-    def retry(self) -> None:
+    def try_again(self) -> None:
         """Try again what has failed."""
         suspended, self._suspended = self._suspended, {}
         for flow, failed in suspended.items():

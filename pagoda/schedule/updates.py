@@ -118,7 +118,7 @@ class UpdateSchedule:
         self._show(update)
         if update.has_read:
             self._gradients.drop(update.record)
-        self.retry(unit)
+        self.wake(unit)
         self._leases.changes = True
         return True
 
@@ -163,7 +163,7 @@ class UpdateSchedule:
         asking = self._versions.of[unit].asking
         if asking is not None and asking.query is None:
             self._ask(asking)
-        self.retry(unit)
+        self.wake(unit)
 
     def answered(self, asked: Ask, free: bool) -> None:
         """The answer to an ASK. If something uses the weights, `ask_again` is called later."""
@@ -176,7 +176,7 @@ class UpdateSchedule:
             return
         if weights.update is update:
             update.may_move = True
-            self.retry(asked.unit)
+            self.wake(asked.unit)
         elif weights.asking is not update:
             return
         elif update.speculative:
@@ -275,7 +275,7 @@ class UpdateSchedule:
         self._versions.of[update.unit].sharing.remove(update)
         self._pending -= 1
         self._settled(update.unit)
-        self.retry(update.unit)
+        self.wake(update.unit)
 
     def update_failed(self, update: UpdateRecord) -> None:
         """An update has failed and may have changed anything. A speculative update is called off, and `step()`
@@ -334,7 +334,7 @@ class UpdateSchedule:
         self._draining, self._ahead, self._may_read_ahead = draining, -1, False
         if draining:
             self.call_off_all()
-            self._retry_all()
+            self._wake_all()
 
     def restored(self, lags: Sequence[int]) -> None:
         """Every state has been replaced, whatever happened to updates. Nothing is under way."""
@@ -355,9 +355,9 @@ class UpdateSchedule:
         update = self._versions.of[unit].update
         if update is not None:
             update.urgent = True
-        self.retry(unit)
+        self.wake(unit)
 
-    def retry(self, unit: int) -> None:
+    def wake(self, unit: int) -> None:
         """Something has happened for which an update of a unit may have waited."""
         update = self._versions.of[unit].update
         if update is not None and update.state is UpdateState.QUEUED:
@@ -371,7 +371,7 @@ class UpdateSchedule:
             self._versions.changes = False
             lacking, self._lacking = self._lacking, set()
             for unit in sorted(lacking):
-                self.retry(unit)
+                self.wake(unit)
         for updater, queue in enumerate(self._queues):
             while self._admitted[updater] < MOST_ADMITTED and queue and not self._versions.failed:
                 update = heappop(queue)[-1]
@@ -394,16 +394,16 @@ class UpdateSchedule:
             self._ahead = unit
             self._issue(ReadAhead(unit))
 
-    def _retry_all(self) -> None:
+    def _wake_all(self) -> None:
         for unit in range(len(self._versions.of)):
-            self.retry(unit)
+            self.wake(unit)
 
     def _push(self, update: UpdateRecord) -> None:
         urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
         heappush(self._queues[self._plan.units[update.unit].updater], (urgency, next(self._sequence), update))
 
     def _admit(self, update: UpdateRecord) -> None:
-        """Begin an update, unless it has to wait. In that case `retry` is called when the reason may have ended."""
+        """Begin an update, unless it has to wait. In that case `wake` is called when the reason may have ended."""
         if self._must_wait(update):
             return
         unit = update.unit
@@ -487,6 +487,6 @@ class UpdateSchedule:
 
     def _settled(self, unit: int) -> None:
         """The states of a unit are again consistent with a step."""
-        if self._checkpoint.retry(unit):
-            self._retry_all()
+        if self._checkpoint.wake(unit):
+            self._wake_all()
         self._leases.changes = True

@@ -51,7 +51,7 @@ def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.M
     """From now on, transfers of one unit's `exp_avg` meet a fault."""
     run.optimizer.synchronize()
     store = run.optimizer._engine.store
-    broken, met = store.run(1, "exp_avg"), threading.local()
+    broken, met = store.run_on_ssd(1, "exp_avg"), threading.local()
     move, real = ("load" if verb == "preadv" else "store"), getattr(os, verb)
     moved = getattr(store.ssd, move)
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_replaces_a_moment_of_which_no_page_can_be_read(tmp_path: P
     optimizer.save_checkpoint(tmp_path / "good")
     store = optimizer._engine.store
     for unit in range(len(store.plan.units)):
-        moment = store.run(unit, "exp_avg")
+        moment = store.run_on_ssd(unit, "exp_avg")
         assert moment.count > 2
         store.ssd._table._live.part(moment).hashes[:] ^= 1
     optimizer.load_checkpoint(tmp_path / "good")

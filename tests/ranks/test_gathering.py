@@ -58,7 +58,7 @@ def engine() -> Iterator[Engine]:
 
 def ask(engine: Engine, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
     """Rank 0 asks rank 1 for its weights after one update; each of the waits of rank 1 takes a second of the clock."""
-    newest = engine.store.home(0, "weight")
+    newest = engine.store.newest(0, "weight")
     executor: Any = SimpleNamespace(is_to_come=lambda _: False, updated=lambda _: None, newest=lambda _: newest)
     Giving(Gathering(collectives, engine.store, {}), engine.store, engine.units, executor, None)
     waits = 0

@@ -46,7 +46,7 @@ def test_what_others_have_updated_comes_and_all_else_stays(
     store = Store(plan, {tmp_path: None}, True, Device(), shards, Scheduler(schedule_plan(plan)))
     lanes = {name: Lane(name) for name in ("ssd_read", "ssd_write")}
     spec = plan.units[0]
-    assert store.run(0, WEIGHT) is not None
+    assert store.run_on_ssd(0, WEIGHT) is not None
     unit: Any = SimpleNamespace(index=0, spec=spec)
     before, after = torch.randn(spec.numel).bfloat16(), torch.randn(spec.numel).bfloat16()
     after[spec.trainable_numel :] = before[spec.trainable_numel :]
@@ -54,11 +54,11 @@ def test_what_others_have_updated_comes_and_all_else_stays(
     store.write(0, WEIGHT, 0, before)
     store.write(0, WEIGHT, own.start, after[own.start : own.stop])
     shared = SharedWeights(store, lanes)
-    shared.read_own(unit, store.home(0, WEIGHT))
+    shared.read_own(unit, store.newest(0, WEIGHT))
     assert torch.equal(shared.weights(unit)[own.start : own.stop], after[own.start : own.stop])
     for span in store.shards.trained_slices(spec):
         shared.weights(unit)[span.start : span.stop] = after[span.start : span.stop]
-    shared.write_others(unit, store.home(0, WEIGHT))
+    shared.write_others(unit, store.newest(0, WEIGHT))
     assert torch.equal(store.read(0, WEIGHT, 0, spec.numel), after)
     for lane in lanes.values():
         lane.close()

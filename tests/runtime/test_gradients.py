@@ -90,7 +90,7 @@ def test_several_threads_add_a_gradient_from_a_device_at_the_same_time(
 
 def runs_of_gradients(model: nn.Module, optimizer: Any) -> set[PageRun]:
     """Where gradients go on SSD."""
-    return {optimizer._engine.store.run(unit.index, GRAD) for unit in pagoda.plan_of(model).units}
+    return {optimizer._engine.store.run_on_ssd(unit.index, GRAD) for unit in pagoda.plan_of(model).units}
 
 
 @pytest.mark.parametrize("fails", ["once", "for good"])

@@ -205,11 +205,11 @@ def test_confirming_an_update_exchanges_the_runs_and_the_old_ones_are_poisoned()
     store = optimizer._engine.store
     region = store._regions[HOST]
     keys = [(unit.index, state.name) for unit in store.plan.units for state in store.plan.layout.states]
-    before = [store.home(*key) for key in keys]
+    before = [store.newest(*key) for key in keys]
     for sign, moves in (".", True), (".", True), ("x", False), (".", True):
         Training(sign, between=let_them_end, at=None)(model, optimizer, Outcome())
         optimizer.synchronize()
-        homes = [store.home(*key) for key in keys]
+        homes = [store.newest(*key) for key in keys]
         assert all((old != new) is moves for old, new in zip(before, homes, strict=True)), sign
         free = {*range(region.count)} - {page for home in homes for page in range(home.start, home.stop)}
         assert len(free) * PAGE >= store.plan.bytes[HOST][VERSIONS]

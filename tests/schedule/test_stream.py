@@ -119,7 +119,7 @@ class Lanes:
         if self.gives_up and self.rng.random() < 0.5 * self.fails:
             self.stream.give_up(update)
         else:
-            self.stream.retry()
+            self.stream.try_again()
         self.collect()
 
     def note(self, action: Action) -> None:
@@ -401,7 +401,7 @@ def test_transfers_that_fail_are_tried_again_and_meanwhile_no_block_of_the_updat
     stream.has_written(first, OSError("write"))
     (said,) = stream.take()
     assert (said.do, said.about, str(said.error)) == (Do.SUSPEND, "it", "read")
-    stream.retry()
+    stream.try_again()
     assert sorted(begun(stream), key=str) == [(Do.READ, 0, 1), (Do.WRITE, 0, 0)]
     stream.has_written(first, None)
     (read,) = stream.take()

@@ -62,7 +62,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     executor: {
         "who reads weights in place does not see a guess that stands": (
-            "        if self._leases.in_place(unit):\n            self._leases.lease_home(unit)\n",
+            "        if self._leases.in_place(unit):\n            self._leases.lease_in_place(unit)\n",
             "        del unit\n",
         ),
         "the parts of a gradient's update that others make are not waited for": (
@@ -70,7 +70,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "source = ",
         ),
         "compute does not try again what a drive has failed to do": (
-            "            self.updates.retry()\n",
+            "            self.updates.try_again()\n",
             "            pass\n",
         ),
         "who waits is not told that a gradient cannot be read back": (
@@ -82,8 +82,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            pass",
         ),
         "a gradient that cannot be read back is not tried again": (
-            "            self.driver.tell(self._scheduler.try_again)\n            self.updates.retry()",
-            "            self.updates.retry()",
+            "            self.driver.tell(self._scheduler.try_again)\n            self.updates.try_again()",
+            "            self.updates.try_again()",
         ),
     },
     accesses: {
@@ -285,7 +285,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
         "a checkpoint reads what compute reads": (
             "store, run = self._store, reading.runs[piece.state]",
-            "store, run = self._store, self._store.home(piece.unit, piece.state)",
+            "store, run = self._store, self._store.newest(piece.unit, piece.state)",
         ),
         "two threads land in one buffer": (
             "self._bounce = BufferPool([store.spare])",

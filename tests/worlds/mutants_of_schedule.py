@@ -169,16 +169,16 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if record.dropped and not record.busy:\n            pass",
         ),
         "a gradient's home has no end": (
-            "homes.pop(0) if homes else None",
-            "homes[0] if homes else 0",
+            "own.pop(0) if own else None",
+            "own[0] if own else 0",
         ),
         "two gradients share a home": (
-            "record.home = homes.pop(0)",
-            "record.home = homes[0]",
+            "record.own_buffer = own.pop(0)",
+            "record.own_buffer = own[0]",
         ),
         "a gradient's home is not given back": (
-            "            insort(self._homes",
-            "            0 and insort(self._homes",
+            "            insort(self._own_buffers",
+            "            0 and insort(self._own_buffers",
         ),
     },
     staleness: {
@@ -273,7 +273,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if False:",
         ),
         "a save is forgotten while an update runs": (
-            "        if self._checkpoint.retry(unit):\n            self._retry_all()\n",
+            "        if self._checkpoint.wake(unit):\n            self._wake_all()\n",
             "",
         ),
         "a guess takes the room of a checkpoint": (
@@ -303,8 +303,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        self.versions.of[unit].edition += 1",
         ),
         "what waits for the checkpoint is forgotten": (
-            "        self.updates.retry(operation.unit)\n",
-            "        if not isinstance(operation, Save):\n            self.updates.retry(operation.unit)\n",
+            "        self.updates.wake(operation.unit)\n",
+            "        if not isinstance(operation, Save):\n            self.updates.wake(operation.unit)\n",
         ),
     },
     checkpoints: {

@@ -586,7 +586,7 @@ class Buffers(Observer):
 
     def start(self) -> None:
         self.pages: dict[int, GradientRecord] = {}
-        self.homes: dict[tuple[int, int], GradientRecord] = {}
+        self.own: dict[tuple[int, int], GradientRecord] = {}
         """(unit, home) -> the gradient there."""
         self.place: dict[GradientRecord, PageRun] = {}
         self.moving: dict[Operation, GradientRecord] = {}
@@ -661,14 +661,14 @@ class Buffers(Observer):
 
     def _take(self, record: GradientRecord) -> None:
         """A gradient takes a place. The one that was there must be on SSD, or not needed any more."""
-        unit, home, run = record.unit, record.home, record.run
+        unit, own, run = record.unit, record.own_buffer, record.run
         if run is None:
-            assert home is not None
-            self.require(home < self.plan.gradient_homes, f"unit {unit} has no home {home} for gradients")
-            self._replace(self.homes.get((unit, home)), record)
-            self.homes[unit, home] = record
-            homes = sum(each is record for each in self.homes.values())
-            self.require(homes == 1, f"the gradient {key_of(record)} has {homes} homes")
+            assert own is not None
+            self.require(own < self.plan.own_buffers, f"unit {unit} has no buffer {own} of its own")
+            self._replace(self.own.get((unit, own)), record)
+            self.own[unit, own] = record
+            count = sum(each is record for each in self.own.values())
+            self.require(count == 1, f"the gradient {key_of(record)} has {count} buffers")
             return
         if self.place.get(record) != run:
             for page in span(self.place.get(record)):
@@ -689,8 +689,8 @@ class Buffers(Observer):
         if self.facts.open and self.plan.ranks_fetch_alike:
             return  # another rank has a gradient for a step that this one does not take any more
         self.require(gradients.pages.in_use == 0, "a gradient that nobody needs has a buffer")
-        free = {*map(len, gradients._homes)}
-        self.require(free == {self.plan.gradient_homes}, "a gradient that nobody needs has a home")
+        free = {*map(len, gradients._own_buffers)}
+        self.require(free == {self.plan.own_buffers}, "a gradient that nobody needs has a buffer")
 
 
 class ReadAhead(Observer):
