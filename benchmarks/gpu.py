@@ -7,6 +7,7 @@ The most valuable sections come first:
 
 machine    names, sizes and versions
 pinning    how fast RAM is page-locked
+modes      whether every mode runs, at a tiny size; modes that must have the same bits have them
 copies     copy bandwidth each way, alone and during matrix products; the share of it that a step's copies reach; the
            GPU's idle share
 kernels    the GPU's update kernel
@@ -55,6 +56,7 @@ from gpu_suite.baselines import baselines
 from gpu_suite.common import REAL, SMOKE, Figures, Machine, Named
 from gpu_suite.copies import copies
 from gpu_suite.machine import machine, pinning
+from gpu_suite.modes import modes
 from gpu_suite.predict import predict
 from pagoda.errors import ConfigError
 from script import write
@@ -80,6 +82,7 @@ class Section(NamedTuple):
 SECTIONS = {
     "machine": Section(machine, 40),
     "pinning": Section(pinning, 60),
+    "modes": Section(modes, 120),
     "copies": Section(copies, 90),
     "kernels": Section(bits.kernels, 40),
     "same": Section(bits.same, 90),

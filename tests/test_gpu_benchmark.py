@@ -34,7 +34,7 @@ def rehearse(sections: tuple[str, ...], tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-SHORT = ("machine", "pinning", "copies", "kernels", "same", "baselines")
+SHORT = ("machine", "pinning", "modes", "copies", "kernels", "same", "baselines")
 STEPS = ("homes", "few", "accumulation", "homes_clipped", "few_clipped", "step", "limited")
 LONG = ("bits", "largest", "largest_8bit")
 
@@ -44,6 +44,7 @@ LONG = ("bits", "largest", "largest_8bit")
 def test_a_rehearsal_has_figures_of_the_short_sections(tmp_path: Path) -> None:
     found = rehearse(SHORT, tmp_path)
     assert {"d2h"} <= set(found["copies"]["step_share"]) <= {"h2d", "d2h"}  # weights may come before the step begins
+    assert found["modes"]["same"]
     assert found["same"]["same"]
     assert "missing" in found["baselines"]["deepspeed"]
 
