@@ -516,6 +516,11 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "self._pending, self._ahead = 0, -1\n",
             "schedule/test_schedule.py",
         ),
+        "updates that wait for compute take the places of others": (
+            "        if self._leases.in_use(unit):\n            return True\n",
+            "",
+            "schedule/test_schedule.py",
+        ),
         "whether an update is early depends on a rank's fetches": (
             "if not free or self._leases.uses(",
             "if not free or self._leases.in_use(",

@@ -633,6 +633,21 @@ def test_an_asynchronous_update_waits_until_a_run_that_was_left_is_free() -> Non
     assert [op.run for op in followed if isinstance(op, Free)] == [read]
 
 
+def test_updates_that_wait_for_compute_to_leave_their_units_hold_up_no_others() -> None:
+    """As those of outer modules do, during a whole forward."""
+    units = [UnitPlan(states=ON_HOST)] * 4
+    scheduler = Scheduler(replace(plan(frames=0), units=units, spares={"host": (1,) * 4}, asynchronous=True))
+    for unit in (1, 2, 3):
+        made(scheduler, unit)
+    for unit in (2, 3):  # backward uses them next
+        scheduler.access(Access(unit, Phase.FORWARD))
+    scheduler.end_step()
+    assert units_of(Update, end_all(scheduler)) == [1]
+    scheduler.release(3)
+    scheduler.release(2)
+    assert units_of(Update, end_all(scheduler)) == [3, 2]
+
+
 def test_a_step_sees_the_updates_of_the_step_before_the_last() -> None:
     units = [UnitPlan(states=ON_HOST)] * 4
     scheduler = Scheduler(replace(plan(frames=0), units=units, spares={"host": (1,) * 4}, asynchronous=True))

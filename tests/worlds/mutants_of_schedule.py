@@ -200,10 +200,6 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     updates: {
-        "an update does not wait for who reads the weights": (
-            "        if self._leases.in_use(unit):\n            return True\n",
-            "",
-        ),
         "a lease outlives a guess that stands": (
             "        weights.edition += 1\n        self._leases.changed(update.unit)\n",
             "        weights.edition += 1\n",
