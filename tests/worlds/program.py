@@ -368,7 +368,7 @@ class Program:
         if meets:
             self.world.network.meet()
             if evaluates:
-                self.evaluate()
+                self.evaluate(self.some_layers)
                 self.world.network.meet()
         self.rng = shared
 
@@ -580,10 +580,10 @@ class Program:
             held = momentum.flatten().numpy()
             require((held == value.momentum).all(), f"{where} has momentum {_some(held)}, not {value.momentum}")
 
-    def evaluate(self) -> None:
+    def evaluate(self, forward: Callable[[Model, torch.Tensor], torch.Tensor] | None = None) -> None:
         self.note("evaluate")
         with self.evaluation(), suppress(InterruptionError):
-            self.model(self.forward)
+            self.model(forward or self.forward)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
