@@ -50,8 +50,8 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
     every gradient of a step of several passes from the first pass to the last.
 
     Units with moments on SSD are updated speculatively if `options` allow it and there is room for a second version of
-    their states: on SSD after checkpoints, in RAM after moments, or before them if `options` ask for it. The remaining
-    RAM serves units with all states in RAM, if there is a separate device or `options` ask for it.
+    their states: on SSD after checkpoints, in RAM after moments. The remaining RAM serves units with all states in RAM,
+    if there is a separate device.
 
     If the split makes the device a home of states, the device is filled first, with whole units. If the device updates
     some units, and RAM holds the rest of their states, it takes states in the order of RAM instead, because weights and
