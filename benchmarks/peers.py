@@ -129,10 +129,9 @@ class Group:
 
 def speed(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Callable[[], None]) -> None:
     """Measures the systems that `kept` lacks, group by group; each group's figures are kept when it has ended."""
-    steps = {tokens: STEPS.get(tokens, 1) for tokens in arguments.tokens}
     task = Task(
         arguments.model,
-        steps,
+        {tokens: STEPS.get(tokens, 1) for tokens in arguments.tokens},
         clip=arguments.clip,
         micro_batches=arguments.micro_batches,
         precision=arguments.precision,

@@ -49,8 +49,7 @@ from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
-from pagoda.train.data import Batches, Rows
-from pagoda.train.tokens import open_tokens
+from text import batch_of, batches_of_text
 
 RAM, SSD_STATE, ALL_ON_SSD, ARENA = "RAM", "SSD state", "all on SSD", "arena"
 PLACEMENTS = (RAM, SSD_STATE, ALL_ON_SSD, ARENA)
@@ -193,14 +192,14 @@ class Trainer:
             max_grad_norm=case.clip,
             gradient_accumulation_steps=1,
         )
-        self._batches = Batches(rows=Rows.of(open_tokens("stdlib"), SEQ_LEN), batch_size=case.batch_size)
+        self._batches = batches_of_text(SEQ_LEN, case.batch_size)
         self._step = 0
         for _ in range(WARM_UP):
             self.step()
 
     def step(self) -> float:
         """Seconds of one more step."""
-        batch = self._batches.batch(self._step)
+        batch = batch_of(self._batches, self._step)
         self._step += 1
         start = time.perf_counter()
         self.model(**batch).loss.backward()

@@ -116,11 +116,11 @@ class Sharded(Trainer):
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)  # type: ignore[attr-defined]
 
     def load(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)  # type: ignore[attr-defined]
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
 
@@ -252,11 +252,11 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
             if ranks > 1 or kind in ON_ONE:
                 for tokens, figures in run(kind, ranks, arguments).items():
                     rounds.setdefault(tokens, {}).setdefault(f"{kind} x{ranks}", []).append(figures)
-    figures = {
+    medians = {
         tokens: {name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in by.items()}
         for tokens, by in rounds.items()
     }
-    return {"figures": figures, "rounds": rounds}
+    return {"figures": medians, "rounds": rounds}
 
 
 def memory(arguments: argparse.Namespace, known: dict[str, dict[str, float]]) -> dict[str, Any]:
