@@ -103,9 +103,9 @@ def main(
         )
         print(f"{name}: {figure.last_tenth:.4f}, {figure.stated:.2f} bytes, {step_s:.2f} s a step", flush=True)
     figures = [found[name] for name in OPTIMIZERS if name in found]
+    write(out, {**machine(), "settings": settings, "figures": [asdict(figure) for figure in figures]})
     if plot is not None:
         draw(figures, plot)
-    write(out, {**machine(), "settings": settings, "figures": [asdict(figure) for figure in figures]})
 
 
 if __name__ == "__main__":

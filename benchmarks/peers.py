@@ -41,6 +41,7 @@ from peer_suite.environments import InstallError
 from peer_suite.process import Peer, Task, cgroups_are_to_be_had
 from peer_suite.report import draw, tables
 from peer_suite.systems import PLAIN, SYSTEMS
+from script import write
 from training import Workload
 from turns import ROOT, TurnFailed, ratio_of
 
@@ -277,7 +278,7 @@ def main() -> None:
     result: Figures = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
 
     def keep() -> None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.out, result)
 
     shared: Figures = {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "model": arguments.model}
     shared |= {"clip": arguments.clip, "precision": arguments.precision}

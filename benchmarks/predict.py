@@ -13,7 +13,6 @@ for every two of them, -1 if for none. A CPU without instructions for bf16 train
 
 import gc
 import itertools
-import json
 import math
 import os
 import statistics
@@ -45,10 +44,10 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.construct import describe
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
+from script import begin, write
 from text import batch_of, batches_of_text
 
 RAM, SSD_STATE, ALL_ON_SSD, ARENA = "RAM", "SSD state", "all on SSD", "arena"
@@ -273,8 +272,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Calibrate, predict and measure every configuration, for about `case_s` seconds each."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     console = Console()
     results: list[Result] = []
     data: list[dict[str, Any]] = []
@@ -295,8 +293,7 @@ def main(
                 highlight=False,
             )
             data.append({**asdict(result), "hardware": asdict(machines[-1])})
-            if out is not None:  # after each: the last may be interrupted
-                out.write_text(json.dumps(data, indent=1) + "\n")
+            write(out, data)  # after each: the last may be interrupted
     console.print(_table(results))
     errors = sorted(abs(r.error) for r in results)
     nbytes = max(abs(r.bytes_error) for r in results)

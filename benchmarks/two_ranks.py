@@ -38,6 +38,7 @@ import pagoda
 from marks import write_between_marks
 from pagoda.calibrate.meter import cpu_name
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
+from script import write
 from training import LR, Paged, Trainer, Workload
 
 STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
@@ -321,7 +322,7 @@ def main() -> None:
             fewest = str(TOKENS_AND_STEPS[0][0])
             known = result.get("speed", {}).get("figures", {}).get(fewest, {})
             result["memory"] = memory(arguments, known)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.out, result)
     if {"speed", "memory"} <= result.keys():
         Console().print(tables(result), soft_wrap=True, highlight=False, markup=False)
         if arguments.docs is not None:
