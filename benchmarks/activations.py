@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -67,7 +68,8 @@ def peak(ssd: Path) -> list[dict[str, object]]:
     """MiB that graphs kept, by where, against the plan, in the last of three steps."""
     rows: list[dict[str, object]] = []
     for case in SHAPES:
-        kept, sizes = {}, None
+        kept: dict[str, int] = {}
+        sizes = None
         for activations in POLICIES:
             for place in PLACES if "offload" in activations or activations == "auto" else PLACES[1:]:
                 most = (kept["keep"] + kept["recompute"]) // 2 if activations == "auto" else None
@@ -121,7 +123,7 @@ def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
     """MiB of activations that are estimated, and by which the process grows in a step of a few layers."""
     torch.manual_seed(0)
     with pagoda.deferred_init():
-        model = build_model(case.model, seq_len=case.seq_len, layers=LAYERS)
+        model: Any = build_model(case.model, seq_len=case.seq_len, layers=LAYERS)
     sizes = widths(model.config.get_text_config())
     chunked = chunking_helps(sizes, case.tokens, case.tokens, case.tokens, 4, recomputes(activations))
     if chunked:

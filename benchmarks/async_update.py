@@ -32,7 +32,7 @@ from pagoda.prepare.construct import describe
 from pagoda.train.config import OptimConfig
 from script import begin, machine, write
 from slow_ssd import slow_ssd
-from text import batches_of_text, built
+from text import batch_of, batches_of_text, built
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
@@ -94,7 +94,7 @@ def train(settings: Settings, memory: pagoda.Memory, steps: int, **wrap: Any) ->
     run = Run()
     for step in range(steps):
         start = time.perf_counter()
-        loss = model(**batches.batch(step)).loss
+        loss = model(**batch_of(batches, step)).loss
         loss.backward()
         optimizer.step()
         schedule.step()

@@ -50,7 +50,7 @@ CASES = {
 def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
     """The limited process: prints one JSON line per step, then its own peak."""
     import pagoda
-    from text import batches_of_text, built
+    from text import batch_of, batches_of_text, built
 
     case = CASES[model_name]
     start = time.perf_counter()
@@ -68,7 +68,7 @@ def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
     batches = batches_of_text(seq_len, 1)
     for step in range(steps):
         start = time.perf_counter()
-        loss = model(**batches.batch(step)).loss
+        loss = model(**batch_of(batches, step)).loss
         loss.backward()
         optimizer.step()
         optimizer.synchronize()

@@ -36,8 +36,9 @@ class Net(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
-        for layer in self.layers:
+        linear = [nn.Linear(WIDTH, WIDTH) for _ in range(layers)]
+        self.layers = nn.ModuleList(linear)
+        for layer in linear:
             nn.init.normal_(layer.weight, std=1e-3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import tyro
 from rich.console import Console
@@ -113,12 +114,12 @@ def main(
                 made.append(Stalls(self, root / "engine", count))
                 self.add_callback(made[0])
 
-        assembly.RunTrainer = Timed  # type: ignore[misc]
-        try:
-            run(config, Console(quiet=True))
-        except pagoda.BudgetError as refusal:
-            config = replace(config, memory=replace(config.memory, host=refusal.needed_bytes))
-        run(config, console)
+        with patch.object(assembly, "RunTrainer", Timed):
+            try:
+                run(config, Console(quiet=True))
+            except pagoda.BudgetError as refusal:
+                config = replace(config, memory=replace(config.memory, host=refusal.needed_bytes))
+            run(config, console)
     figures = {**machine(), "model": model, "max_length": max_length, **made[0].figures()}
     console.print(figures)
     write(out, figures)

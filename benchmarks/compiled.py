@@ -9,7 +9,6 @@ the first steps took, graphs, graph breaks, and graphs that later steps compiled
 With `--other-lengths` it also counts the graphs that batches of other lengths have compiled.
 """
 
-import json
 import multiprocessing
 import os
 import statistics
@@ -26,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pagoda
 from pagoda.calibrate.meter import cpu_name
 from pagoda.process import keep_freed_memory
+from script import write
 
 WAYS = [f"{who}, {what}" for who in ("plain", "Pagoda") for what in ("eager", "layers", "model")]
 _WARM_UP = 3
@@ -115,8 +115,7 @@ def main(
         rounded = {name: round(value, 2) for name, value in figures.items()}
         result[way] = {"step_s": round(statistics.median(seconds[way]), 3), **rounded, **pipes[way].recv()}
         print(way, result[way], flush=True)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    write(out, result)
 
 
 if __name__ == "__main__":

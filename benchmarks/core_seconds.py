@@ -11,7 +11,7 @@ time of a step.
 import os
 import tempfile
 import threading
-from collections import Counter
+from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 
@@ -28,10 +28,10 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _TASKS = Path("/proc/self/task")
 
 
-def counters() -> Counter[tuple[str, str]]:
+def counters() -> defaultdict[tuple[str, str], float]:
     """(what threads are for, what is counted) -> how much of it so far."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    total: Counter[tuple[str, str]] = Counter()
+    total: defaultdict[tuple[str, str], float] = defaultdict(float)
     for task in _TASKS.iterdir():
         name = names.get(int(task.name), "OpenMP")
         kind = name.removeprefix(THREAD_NAMES).rpartition("-")[0] if name.startswith(THREAD_NAMES) else name

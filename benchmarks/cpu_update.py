@@ -149,7 +149,8 @@ def fused_sweep(params: int, gradient: torch.Tensor, states: list[torch.Tensor])
 
 def rows(params: int, sweeper: Sweeper) -> list[Row]:
     made: list[Row] = []
-    for precision in ("bf16", "fp32"):
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    for precision in precisions:
         states = states_of(precision, params)
         gradient = filled(params, states[0].dtype, 1.0)
         for name, rule in RULES.items():
@@ -160,7 +161,8 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
         for moments in ("bf16", "8bit"):
             made += compressed_rows(precision, moments, states, gradient, sweeper)
         made += gradient_rows(precision, gradient.dtype, gradient.dtype, params, sweeper)
-    for weights, gradients in (("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16")):
+    pairs: tuple[tuple[Precision, Precision], ...] = (("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16"))
+    for weights, gradients in pairs:
         kept, states = gradient_dtype(gradients), states_of(weights, params)
         gradient, name = filled(params, kept, 1.0), f"adamw {weights}, gradients {gradients}"
         made += rule_rows(name, AdamW(), weights, states, gradient, sweeper)

@@ -278,7 +278,7 @@ def train(case: Case, rank: int, out: Path, first: int, last: int) -> list[str]:
             loss = output if isinstance(output, torch.Tensor) else output.loss
             of_step = loss / case.accumulation * (30.0 if step % 3 == 2 else 1.0)
             (optimizer.scale(of_step) if case.scaled else of_step).backward()
-            losses.append(loss.item().hex())
+            losses.append(float(loss.item()).hex())
         if step >= first:
             optimizer.step()
             optimizer.zero_grad()
@@ -360,7 +360,8 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="*", help="a pattern of names, such as 'llama*'")
     arguments = parser.parse_args()
-    found, groups = {}, {}
+    found: dict[str, str] = {}
+    groups: dict[str, str] = {}
     wrong = []
     for name, case, value in hashes(arguments.only):
         found[name] = value

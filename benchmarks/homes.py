@@ -10,6 +10,8 @@ and the shares of that one.
 from dataclasses import replace
 from itertools import product
 
+import tyro
+
 from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
 from pagoda.forecast.config import PlanConfig
@@ -59,6 +61,7 @@ def fastest(asked: Problem, splits: list[Split]) -> tuple[float, Split]:
 
 
 def main() -> None:
+    """Print the table."""
     print("| machine | passes x tokens | state / device | one of them | both | faster | shares: updates, homes |")
     print("|---|---|---|---|---|---|---|")
     for hardware, passes, tokens, ratio in product(("h200", "rtx4090"), (1, 4), (1024, 4096), RATIOS):
@@ -74,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

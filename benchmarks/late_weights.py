@@ -24,7 +24,7 @@ from pagoda.models import build_model
 from pagoda.optim.rule import DTYPES
 from pagoda.train.config import OptimConfig
 from script import begin, machine, write
-from text import batches_of_text
+from text import batch_of, batches_of_text
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
@@ -86,13 +86,13 @@ def train(settings: Settings) -> list[float]:
     for param in params:
         param.data = param.data.to(dtype)
     config = OptimConfig(learning_rate=settings.lr, warmup_steps=settings.warmup)
-    optimizer = torch.optim.AdamW(masters, config.lr, (settings.beta1, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(masters, settings.lr, (settings.beta1, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_factor(step, settings.steps))
     batches = batches_of_text(settings.seq_len, settings.batch_size, settings.seed)
     newer: deque[list[torch.Tensor]] = deque()
     losses = []
     for step in range(settings.steps):
-        loss = model(**batches.batch(step)).loss
+        loss = model(**batch_of(batches, step)).loss
         loss.backward()
         losses.append(loss.item())
         for master, param in zip(masters, params, strict=True):

@@ -87,12 +87,14 @@ def main(
     found = figures_in(out, settings) if only else {}
     warmup = max(1, steps // 20)
     for name in (only,) if only else OPTIMIZERS:
+        lr = OPTIMIZERS[name].learning_rate
+        assert lr is not None
         rule, net = OPTIMIZERS[name].build_rule(seed, name), built(model, seq_len, checkpointing=False, seed=seed)
         losses, step_s, plan = train_on_text(net, rule, batches, lambda step: min(1.0, (step + 1) / warmup), steps)
         homes = sum(of_tier.get(state.name, 0) for of_tier in plan.bytes.values() for state in plan.layout.states)
         figure = found[name] = Figure(
             name,
-            OPTIMIZERS[name].lr,
+            lr,
             statistics.fmean(losses[-max(1, len(losses) // 10) :]),
             sum(plan.layout.bytes_per_parameter.values()),
             homes / plan.parameters,
@@ -101,9 +103,9 @@ def main(
         )
         print(f"{name}: {figure.last_tenth:.4f}, {figure.stated:.2f} bytes, {step_s:.2f} s a step", flush=True)
     figures = [found[name] for name in OPTIMIZERS if name in found]
+    write(out, {**machine(), "settings": settings, "figures": [asdict(figure) for figure in figures]})
     if plot is not None:
         draw(figures, plot)
-    write(out, {**machine(), "settings": settings, "figures": [asdict(figure) for figure in figures]})
 
 
 if __name__ == "__main__":

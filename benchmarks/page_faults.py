@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from pagoda.process import keep_freed_memory
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from script import machine, write
 from training import Plain, Workload
 
@@ -40,6 +40,7 @@ def main(
     model: str = "llama-15m", batch_size: int = 4, seq_len: int = 512, steps: int = 8, out: Path | None = None
 ) -> None:
     """Print both."""
+    restart_spinning_briefly()
     workload = Workload(model, batch_size, seq_len, clip=None)
     runs: dict[str, list[dict[str, float]]] = {"given back": [], "kept": []}
     for _ in range(2):

@@ -5,8 +5,11 @@ writes the first page only, `experiments` the other.
 Nothing is measured here: the same code gives the same text on every machine, and a test compares it with the files.
 """
 
-import sys
 from pathlib import Path
+from typing import Literal
+
+import tyro
+from tyro.conf import Positional
 
 from paper_tables.claims import claim_table
 from paper_tables.drawing import draw
@@ -97,12 +100,16 @@ def experiments_page() -> tuple[str, list[Plot]]:
     return "\n".join([EXPERIMENTS_INTRODUCTION.rstrip(), *sections(made)]).rstrip() + "\n", [e.plot for e in made]
 
 
-if __name__ == "__main__":
-    wanted = sys.argv[1:] or ["tables", "experiments"]
-    if "tables" in wanted:
+def main(pages: Positional[tuple[Literal["tables", "experiments"], ...]] = ("tables", "experiments")) -> None:
+    """Write the pages."""
+    if "tables" in pages:
         PAGE.write_text(page())
-    if "experiments" in wanted:
+    if "experiments" in pages:
         text, plots = experiments_page()
         EXPERIMENTS_PAGE.write_text(text)
         for plot in plots:
             draw(plot, DOCS)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -41,6 +41,7 @@ from peer_suite.environments import InstallError
 from peer_suite.process import Peer, Task, cgroups_are_to_be_had
 from peer_suite.report import draw, tables
 from peer_suite.systems import PLAIN, SYSTEMS
+from script import write
 from training import Workload
 from turns import ROOT, TurnFailed, ratio_of
 
@@ -129,10 +130,9 @@ class Group:
 
 def speed(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Callable[[], None]) -> None:
     """Measures the systems that `kept` lacks, group by group; each group's figures are kept when it has ended."""
-    steps = {tokens: STEPS.get(tokens, 1) for tokens in arguments.tokens}
     task = Task(
         arguments.model,
-        steps,
+        {tokens: STEPS.get(tokens, 1) for tokens in arguments.tokens},
         clip=arguments.clip,
         micro_batches=arguments.micro_batches,
         precision=arguments.precision,
@@ -278,7 +278,7 @@ def main() -> None:
     result: Figures = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
 
     def keep() -> None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.out, result)
 
     shared: Figures = {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "model": arguments.model}
     shared |= {"clip": arguments.clip, "precision": arguments.precision}

@@ -13,7 +13,6 @@ for every two of them, -1 if for none. A CPU without instructions for bf16 train
 
 import gc
 import itertools
-import json
 import math
 import os
 import statistics
@@ -46,12 +45,11 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.construct import describe
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
-from pagoda.train.data import Batches, Rows
-from pagoda.train.tokens import open_tokens
+from script import begin, write
+from text import batch_of, batches_of_text
 
 RAM, SSD_STATE, ALL_ON_SSD, ARENA = "RAM", "SSD state", "all on SSD", "arena"
 PLACEMENTS = (RAM, SSD_STATE, ALL_ON_SSD, ARENA)
@@ -194,14 +192,14 @@ class Trainer:
             max_grad_norm=case.clip,
             gradient_accumulation_steps=1,
         )
-        self._batches = Batches(rows=Rows.of(open_tokens("stdlib"), SEQ_LEN), batch_size=case.batch_size)
+        self._batches = batches_of_text(SEQ_LEN, case.batch_size)
         self._step = 0
         for _ in range(WARM_UP):
             self.step()
 
     def step(self) -> float:
         """Seconds of one more step."""
-        batch = self._batches.batch(self._step)
+        batch = batch_of(self._batches, self._step)
         self._step += 1
         start = time.perf_counter()
         self.model(**batch).loss.backward()
@@ -275,8 +273,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Calibrate, predict and measure every configuration, for about `case_s` seconds each."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     console = Console()
     results: list[Result] = []
     data: list[dict[str, Any]] = []
@@ -297,8 +294,7 @@ def main(
                 highlight=False,
             )
             data.append({**asdict(result), "hardware": asdict(machines[-1])})
-            if out is not None:  # after each: the last may be interrupted
-                out.write_text(json.dumps(data, indent=1) + "\n")
+            write(out, data)  # after each: the last may be interrupted
     console.print(_table(results))
     errors = sorted(abs(r.error) for r in results)
     nbytes = max(abs(r.bytes_error) for r in results)

@@ -12,7 +12,6 @@ little faster than one given plan. To show how much, the usual plan runs twice.
 
 import gc
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Iterator
@@ -38,8 +37,8 @@ from pagoda.models import build_model
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
 from pagoda.prepare.construct import describe
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from predict import ALL_ON_SSD, EFFORT, PROFILE_S, SEQ_LEN, SSD_STATE, Case, Trainer, budgets
+from script import begin, write
 
 SEARCHED, USUAL, AGAIN = "searched", "usual", "usual, again"
 
@@ -142,8 +141,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Search a plan for every configuration, and train with it and with hand-made plans."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     console = Console()
     precision: Precision = "fp32" if cpu_slowdown(torch.bfloat16) >= FAR_SLOWER else "bf16"
     data: list[dict[str, Any]] = []
@@ -162,8 +160,7 @@ def main(
             highlight=False,
         )
         data.append({**asdict(result), "regret": result.regret, "noise": result.noise})
-        if out is not None:  # after each, since the last may be interrupted
-            out.write_text(json.dumps(data, indent=1) + "\n")
+        write(out, data)  # after each, since the last may be interrupted
 
 
 if __name__ == "__main__":

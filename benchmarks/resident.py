@@ -63,9 +63,8 @@ def measure(settings: Settings, home: str) -> dict[str, Any]:
 
     plain = build(settings)
     weights = sum(param.nbytes for param in plain.parameters())
-    sizes = {"device": f"cpu:{weights + (16 << 20)}", "page_size": 1 << 20}
     host = weights // 2 if home == "ssd" else 8 * weights
-    memory = pagoda.Memory(host=host, ssd=str(settings.ssd), **sizes)
+    memory = pagoda.Memory(device=f"cpu:{weights + (16 << 20)}", host=host, ssd=str(settings.ssd), page_size=1 << 20)
     model, optimizer = pagoda.wrap(build(settings), pagoda.AdamW(), memory=memory, precision="fp32")
     rounds = []
     with optimizer:

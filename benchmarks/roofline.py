@@ -20,7 +20,6 @@ much longer forward, backward and `step()` take. Beside that are what hashing an
 updates ran while neither compute nor the SSD did.
 """
 
-import json
 import os
 import statistics
 import tempfile
@@ -50,9 +49,9 @@ from pagoda.plan.buffers import BLOCK_ELEMENTS
 from pagoda.plan.tiers import LaneName
 from pagoda.plan.units import is_within, layers_of
 from pagoda.prepare.construct import describe
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.timeline import Timeline
 from peer_suite.systems import SYSTEMS
+from script import begin, write
 from step_time import PAGE, raw_bandwidth, raw_streams
 from training import Paged, Plain, Workload
 
@@ -372,8 +371,7 @@ def main(
     docs: Path | None = None,
 ) -> None:
     """Measure and write; `raw_mib` is what the SSD's raw streams move, `layers` replaces the model's number."""
-    restart_spinning_briefly()
-    keep_freed_memory()
+    begin()
     workloads = {count: Workload(model, 1, count, clip=clip, layers=layers) for count in sorted(tokens)}
     result: Figures = {
         "machine": f"{cpu_name()}, {os.cpu_count()} cores",
@@ -390,8 +388,7 @@ def main(
     result["figures"] = {state: measure(state, workloads, rounds, rates, ssd) for state in states}
     text = tables(result)
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    write(out, result)
     if docs is not None:
         write_between_marks(docs, "roofline.py", text)
         draw(result, docs.with_suffix(".png"))

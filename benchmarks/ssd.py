@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -79,7 +79,7 @@ def without_hashes() -> Iterator[None]:
         yield
 
 
-WAYS = {"hashed": nullcontext, "unhashed": without_hashes}
+WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {"hashed": nullcontext, "unhashed": without_hashes}
 
 
 def measure(directories: tuple[Path, ...], layers: int, width: int, rounds: int, tokens: int) -> dict[str, object]:

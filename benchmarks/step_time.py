@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -174,7 +174,7 @@ def serve_steps(
     with pagoda.deferred_init():
         net = workload.build()
     # A checkout from before `Updates` can take turns too, unless it is to speculate.
-    update = {} if speculate is None else {"update": pagoda.Updates(speculate=speculate)}
+    update: dict[str, Any] = {} if speculate is None else {"update": pagoda.Updates(speculate=speculate)}
     net, optimizer = pagoda.wrap(
         net.train(),
         pagoda.AdamW(lr=LR),

@@ -30,6 +30,11 @@ def batches_of_text(seq_len: int, batch_size: int, seed: int = 0) -> Batches:
     return Batches(rows=Rows.of(open_tokens(STDLIB), seq_len), batch_size=batch_size, seed=seed)
 
 
+def batch_of(batches: Batches, step: int) -> dict[str, torch.Tensor]:
+    """What a step reads, from 0: `input_ids` and `labels`, both int64 [B, T]."""
+    return batches.of_rows(batches.row_indices(step))
+
+
 def train_on_text(
     model: nn.Module, rule: Rule, batches: Batches, lr_factor: Callable[[int], float], steps: int
 ) -> tuple[list[float], float, Plan]:
@@ -40,7 +45,7 @@ def train_on_text(
     losses = []
     start = time.perf_counter()
     for step in range(steps):
-        loss = model(**batches.batch(step)).loss
+        loss = model(**batch_of(batches, step)).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()

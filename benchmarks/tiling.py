@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import tyro
-from torch import nn
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
@@ -29,7 +28,7 @@ from training import llama
 MIB = 1 << 20
 
 
-def build(layers: int, hidden: int) -> nn.Module:
+def build(layers: int, hidden: int) -> Any:
     with pagoda.deferred_init():
         model = llama(1024, hidden, hidden * 8 // 3 // 64 * 64, layers)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})

@@ -59,8 +59,8 @@ class Workload:
             yield torch.randint(256, (self.batch_size, self.seq_len), generator=generator).to(device)
 
 
-def llama(vocab: int, hidden: int, ffn: int, layers: int, **more: Any) -> nn.Module:
-    """A Llama of these sizes, with heads of 64."""
+def llama(vocab: int, hidden: int, ffn: int, layers: int, **more: Any) -> Any:
+    """A LlamaForCausalLM of these sizes, with heads of 64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = hidden // 64
@@ -119,7 +119,7 @@ class Plain(Trainer):
             trained = (p for p in model.parameters() if p.requires_grad)
             master = [p.detach().to(device, copy=True).requires_grad_() for p in trained]
         self.model = model.to(device, workload.dtype).train()
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.params: list[torch.Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.master = self.params if master is None else master
         self.optimizer = optimizer(self.master) if optimizer else torch.optim.AdamW(self.master, lr=LR, fused=True)
         self.clip, self.micro_batches = workload.clip, workload.micro_batches

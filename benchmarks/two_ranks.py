@@ -38,6 +38,7 @@ import pagoda
 from marks import write_between_marks
 from pagoda.calibrate.meter import cpu_name
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
+from script import write
 from training import LR, Paged, Trainer, Workload
 
 STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
@@ -116,11 +117,11 @@ class Sharded(Trainer):
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)  # type: ignore[attr-defined]
 
     def load(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)  # type: ignore[attr-defined]
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
 
@@ -252,11 +253,11 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
             if ranks > 1 or kind in ON_ONE:
                 for tokens, figures in run(kind, ranks, arguments).items():
                     rounds.setdefault(tokens, {}).setdefault(f"{kind} x{ranks}", []).append(figures)
-    figures = {
+    medians = {
         tokens: {name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in by.items()}
         for tokens, by in rounds.items()
     }
-    return {"figures": figures, "rounds": rounds}
+    return {"figures": medians, "rounds": rounds}
 
 
 def memory(arguments: argparse.Namespace, known: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def main() -> None:
             fewest = str(TOKENS_AND_STEPS[0][0])
             known = result.get("speed", {}).get("figures", {}).get(fewest, {})
             result["memory"] = memory(arguments, known)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.out, result)
     if {"speed", "memory"} <= result.keys():
         Console().print(tables(result), soft_wrap=True, highlight=False, markup=False)
         if arguments.docs is not None:

@@ -41,8 +41,8 @@ class Block(nn.Module):
 
     def forward(self, x):  # [batch, length, width]
         batch, length, width = x.shape
-        parts = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
         x = x + self.out(y)
         return x + self.mlp(self.norm_2(x))
 

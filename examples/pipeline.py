@@ -70,13 +70,14 @@ def main():
         generator = torch.Generator().manual_seed(mesh.size * step + mesh.rank)  # the same on all stages
         starts = torch.randint(len(text) - length - 1, (micro_batches * rows,), generator=generator)
         ids = torch.stack([text[at : at + length + 1] for at in starts])
-        losses = []
+        losses: list[torch.Tensor] = []
         given = (ids[:, :-1],) if stage == 0 else ()
-        schedule.step(*given, **({"target": ids[:, 1:], "losses": losses} if stage == count - 1 else {}))
+        asked: dict = {"target": ids[:, 1:], "losses": losses} if stage == count - 1 else {}
+        schedule.step(*given, **asked)
         optimizer.step()
         optimizer.zero_grad()
         if losses and mesh.rank == 0:
-            print(f"step {step}: loss {sum(losses).item():.5f}", flush=True)
+            print(f"step {step}: loss {float(sum(losses)):.5f}", flush=True)
     optimizer.save_checkpoint(out / f"step-{steps:06d}", {"step": steps})
     optimizer.close()
 

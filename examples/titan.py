@@ -70,8 +70,7 @@ def build():
     if plain:
         for block in model.blocks:
             block.compile(backend="aot_eager")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, {}
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), {}
     mesh = pagoda.open_mesh(tensor_parallel=2) if dist.is_torchelastic_launched() else None  # Pagoda
     model, optimizer = pagoda.wrap(  # Pagoda
         parallelize(model, mesh),
@@ -90,7 +89,7 @@ def main():
     saved = sorted(out.glob("step-*")) if state else []
     first = int(saved[-1].name.removeprefix("step-")) if saved else 0
     if saved:
-        dcp.load(state, checkpoint_id=saved[-1])
+        dcp.load(state, checkpoint_id=saved[-1])  # type: ignore[attr-defined]
     talks = not dist.is_initialized() or dist.get_rank() == 0
     for step in range(first, steps):
         generator = torch.Generator().manual_seed(step)
@@ -103,7 +102,7 @@ def main():
         if talks:
             print(f"step {step}: loss {loss.item():.5f}")
         if state and (step + 1) % save_every == 0:
-            dcp.save(state, checkpoint_id=out / f"step-{step + 1:06d}")
+            dcp.save(state, checkpoint_id=out / f"step-{step + 1:06d}")  # type: ignore[attr-defined]
     if not plain:
         optimizer.close()  # Pagoda
 

@@ -6,6 +6,7 @@ import socket
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +87,7 @@ def _fsdp2(machine: Machine, load: Workload) -> Step:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-    policy = {
+    policy: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
         "offload_policy": CPUOffloadPolicy(pin_memory=True),
     }

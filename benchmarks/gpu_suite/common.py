@@ -214,7 +214,7 @@ def _bounds(machine: Machine, workload: Workload, batch_sizes: Iterable[int]) ->
     with machine.device:
         model = workload.build(workload.checkpointing).to(workload.dtype).train()
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(drop_gradient)
 
     def backward(ids: torch.Tensor) -> None:
         model(input_ids=ids, labels=ids).loss.backward()

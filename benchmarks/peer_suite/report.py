@@ -38,7 +38,8 @@ def _machine(part: Figures, variant: str) -> str:
 def _speed(variants: Figures) -> list[str]:
     """A step over that of plain PyTorch, of all variants; seconds, RAM and bytes written of the first variant, with its
     middle number of tokens."""
-    lines, labels = [], {}
+    lines: list[str] = []
+    labels: dict[str, str] = {}
     for variant, part in variants.items():
         lines.append(f"- {_machine(part, variant)}; {part['settings']['rounds']} rounds.")
         labels |= {name: one["label"] for name, one in part["figures"].items() if "error" not in one}

@@ -51,7 +51,7 @@ class DeepSpeed(Trainer):
         torch.manual_seed(0)
         adapters = nullcontext() if workload.lora_rank is None else adapters_of_the_weights_type()
         with adapters, deepspeed.zero.Init(config_dict_or_path=self.config):
-            model = workload.build(workload.checkpointing)
+            model: Any = workload.build(workload.checkpointing)
         for module in model.modules():  # built in parts, they are not what transformers initialises
             with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
                 model._init_weights(module)
@@ -112,7 +112,7 @@ def adapters_of_the_weights_type() -> Iterator[None]:
 
 def one_rank() -> None:
     """torch.distributed with this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def sharded(workload: Workload, _: Path) -> Trainer:
@@ -127,7 +127,7 @@ def torchao(workload: Workload, _: Path) -> Trainer:
 
 
 def bitsandbytes(workload: Workload, _: Path) -> Trainer:
-    from bitsandbytes.optim import PagedAdamW32bit
+    from bitsandbytes.optim import PagedAdamW32bit  # type: ignore[attr-defined]
 
     warnings.filterwarnings("error", "Paged optimizers are not supported")  # it would be plain PyTorch's row again
     return Plain(workload, optimizer=lambda master: PagedAdamW32bit(master, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY))

@@ -80,7 +80,7 @@ class Run(StatesConfig, Training, Workload):
     --save-steps, a checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more
     space there. Without --save-steps, one checkpoint keeps its pages, if there is room. 0: delete no checkpoint, and
     copy the state on SSD into each."""
-    gradient_accumulation_steps: int  # its default is inherited: a run always announces its passes
+    gradient_accumulation_steps: int = 1  # and not None: a run always announces its passes
     optim: str = "adamw"
     """adamw, adam, sgd, signsgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS for any other
     class. `pagoda plan` assumes that updates are as fast as those of AdamW with fp32 moments."""

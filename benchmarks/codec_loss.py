@@ -5,13 +5,14 @@ fine-tuned on a text. With one seed, all codecs have the same initial weights an
 rows that it never trained on. Every run is written to `--out` as soon as it has ended, and runs in the file are not
 repeated.
 
-    python benchmarks/codecs.py --out benchmarks/results/codecs.json --plot docs/codecs.png
-    python benchmarks/codecs.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --text lines.txt --steps 300 --seq-len 16 \
+    python benchmarks/codec_loss.py --out benchmarks/results/codecs.json --plot docs/codecs.png
+    python benchmarks/codec_loss.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --text lines.txt --steps 300 --seq-len 16 \
         --lr 2e-5 --out benchmarks/results/codecs.json
 
 `--label` names the codec of another version of the package, run with the same script:
 
-    PYTHONPATH=OTHER python benchmarks/codecs.py --codecs 8bit --label "8bit, map" --out benchmarks/results/codecs.json
+    PYTHONPATH=OTHER python benchmarks/codec_loss.py --codecs 8bit --label "8bit, map" \
+        --out benchmarks/results/codecs.json
 """
 
 import json
@@ -21,16 +22,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pagoda.config.run import Moments
 from pagoda.optim import AdamW, flat
 from script import begin, machine, write
-from text import WINDOW, batches_of_text, smoothed
+from text import WINDOW, batch_of, batches_of_text, smoothed
 
 HELD_OUT = 2048
 """Tokens on which a run's figure is the mean loss."""
@@ -64,16 +65,16 @@ class Run:
     step_s: float
 
 
-def of_bytes(seq_len: int, seed: int) -> tuple[nn.Module, Row]:
+def of_bytes(seq_len: int, seed: int) -> tuple[Any, Row]:
     """A new model, and rows of the built-in text."""
     sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, tie_word_embeddings=True, **sizes))
     batches = batches_of_text(seq_len, 1, seed)
-    return model, lambda index: batches.batch(index)["input_ids"][0]
+    return model, lambda index: batch_of(batches, index)["input_ids"][0]
 
 
-def of_gguf(gguf: Path, text: Path, seq_len: int, seed: int) -> tuple[nn.Module, Row]:
+def of_gguf(gguf: Path, text: Path, seq_len: int, seed: int) -> tuple[Any, Row]:
     """The model of a file, of which the last `TUNED` layers are trained, and rows of a text."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -85,7 +86,7 @@ def of_gguf(gguf: Path, text: Path, seq_len: int, seed: int) -> tuple[nn.Module,
     return model, lambda index: rows[order[index]]
 
 
-def trained(model: nn.Module, row: Row, codec: Moments, label: str, seed: int, settings: Settings) -> Run:
+def trained(model: Any, row: Row, codec: Moments, label: str, seed: int, settings: Settings) -> Run:
     """Train with the defaults of AdamW, a warm-up and a cosine, one row a step, on the update kernels alone. Everything
     but the moments is in fp32."""
     model.config.use_cache = False
