@@ -38,6 +38,8 @@ class MetricsFile:
         """`warn` gets a sentence when writing fails for the first time, and when it succeeds again."""
         self._path, self._warn = path, warn
         self._waiting, self._fails = bytearray(), False
+        self._sync_due = False
+        """Whether a sync was asked for and has failed."""
         with storage_errors(f"{path} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             before = _lines(path) if path.exists() else ()  # replaced, atomically, by what is kept
@@ -50,13 +52,15 @@ class MetricsFile:
         self.flush()
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write what is waiting. With `sync`, all lines survive a power loss."""
+        """Write what is waiting. With `sync`, all lines survive a power loss. If that fails, the next flush syncs."""
         why = ""
+        self._sync_due = self._sync_due or sync
         try:
             while self._waiting:  # the system may take a part, as on a disk that is almost full
                 del self._waiting[: self._file.write(bytes(self._waiting))]
-            if sync:
+            if self._sync_due:
                 os.fsync(self._file.fileno())
+                self._sync_due = False
         except OSError as error:
             why = f"{self._path} cannot be written: {error.strerror}. The run continues and tries again after each step"
         if bool(why) != self._fails:

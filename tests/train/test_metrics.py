@@ -96,6 +96,23 @@ def test_a_short_write_loses_no_part_of_a_line(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "m").read_text()) == METRICS
 
 
+def test_lines_that_had_to_survive_a_power_loss_when_the_disk_was_full_do_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(len(steps_in(tmp_path / "m"))))
+    with open("/dev/full", "ab", 0) as full:
+        file = MetricsFile(tmp_path / "m")
+        synced.clear()
+        right, file._file = file._file, full
+        file.write({**METRICS, "step": 1})
+        file.flush(sync=True)
+        assert synced == []
+        file._file = right
+        file.close()
+    assert synced == [1]
+
+
 def test_a_full_disk_is_named_once_and_no_line_is_lost_when_there_is_room_again(tmp_path: Path) -> None:
     warnings: list[str] = []
     with closing(MetricsFile(tmp_path / "m", warn=warnings.append)) as file, open("/dev/full", "ab", 0) as full:
