@@ -175,6 +175,7 @@ class Engine:
         with self.active_forwards.alone(), as_plain():  # it asks each parameter for its gradient
             self.accesses.check_usable()
             self.check_not_gathered("optimizer.step()")
+            self.graphs.offloader.settle()  # its errors leave the whole step to be taken
             self.accesses.compute_lock.run(self._take_step, ended, late)
 
     @torch.no_grad()

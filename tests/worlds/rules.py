@@ -147,8 +147,8 @@ class Rules:
         return self
 
     def offloading(self) -> "Rules":
-        """The same with activations that are offloaded, and without failures."""
-        return replace(self, offloads=True, ssd=True, failures=0.0, drive_failures=0.0, signals=0.0)
+        """The same with activations that are offloaded."""
+        return replace(self, offloads=True, ssd=True)
 
     def failing_kernels(self) -> "Rules":
         """The same on one rank, with kernels of the CPU that fail."""

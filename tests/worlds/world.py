@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from pagoda import api, engine
+from pagoda.autograd.activations import places as activation_places
 from pagoda.memory.ssd import store as ssd_store, striped
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
@@ -186,6 +187,7 @@ class World:
             (runtime_gradients, "_WORTH_BYTES", 2048 if self.rules.small_pieces else 256 << 10),
             (schedule_updates, "CALM_STEPS", 1),
             (place, "SPECULATED_SHARE", 1.0),
+            (activation_places, "_GROWTH_BYTES", 4096),
             (lanes, "INLINE_BYTES", 128 << 10 if self.rules.inline else 0),
         ]
         if self.rules.ranks > 1:
