@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pagoda
+from pagoda.config.training import LossScale
 from pagoda.optim.rule import Rule
 
 
@@ -88,6 +89,9 @@ class Rules:
     """Whether homes are chosen again after the first step."""
     homes: bool = False
     """Whether the device is home to a part of the states that it updates."""
+    predicts: bool = False
+    """Whether weights are predicted where they are late."""
+    loss_scale: LossScale | float = 1.0
 
     @staticmethod
     def draw(rng: Random) -> "Rules":
@@ -165,6 +169,19 @@ class Rules:
         """The same with homes that are chosen again, on one rank."""
         one_device = replace(self, adapts=True, device=True, ranks=1, ordered=False, experts=0, order=self._all)
         return replace(one_device, mode="clipped") if self.mode == "asynchronous" else one_device
+
+    def predicting(self) -> "Rules":
+        """The same with asynchronous updates that predict weights."""
+        alone = replace(self, mode="asynchronous", announced=False, speculates=False, cut=False, whole=False)
+        return replace(alone, predicts=True)
+
+    def scaling(self) -> "Rules":
+        """The same in fp16, with a loss that is scaled. Steps are skipped, or refused if the scale is constant."""
+        rng = Random(repr(self))
+        scaled = replace(self, precision="fp16", infinite=0.06, loss_scale=LossScale(init_scale=4.0, growth_interval=2))
+        if self.mode != "during backward":
+            return scaled
+        return rng.choice([replace(scaled, loss_scale=4.0), replace(scaled, mode="plain", speculates=True)])
 
     @property
     def _all(self) -> tuple[int, ...]:
