@@ -332,6 +332,8 @@ class Program:
 
     def forward(self, model: Model, x: torch.Tensor) -> torch.Tensor:
         rules = self.rules
+        if not self.evaluating and any(unit.active for unit in self.units):  # the whole model is one
+            self.step_begun = True
         for layer in self.order:
             if self.rng.random() < rules.departures / 2:
                 continue
