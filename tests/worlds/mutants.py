@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from pagoda import engine
-from pagoda.autograd import accesses, stepper
+from pagoda.autograd import accesses, loss_scale, stepper
 from pagoda.autograd.activations import offload
 from pagoda.ranks import collective, gathering, giving, order, reducing
 from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, store, updaters, updates
@@ -36,6 +36,9 @@ _KINDS = {
     "an activation that could not leave is an error in the middle of a step": Rules.offloading,
     "an activation that could not leave is lost": Rules.offloading,
     "an activation is used before it is back": Rules.offloading,
+    "the scale grows however many steps are skipped": Rules.scaling,
+    "the scale of a checkpoint is not loaded": Rules.scaling,
+    "a gradient that was not finite in an earlier pass is forgotten": Rules.scaling,
 }
 """What a mutant breaks -> the kind of worlds that may notice it, if it is not the usual one."""
 _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
@@ -384,7 +387,21 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "return _IN_STEP[self.kind], self.section.drops, section",
         ),
     },
+    loss_scale: {
+        "the scale grows however many steps are skipped": (
+            "self._calm_steps = 0 if skipped else self._calm_steps + 1",
+            "self._calm_steps = self._calm_steps + (not skipped)",
+        ),
+        "the scale of a checkpoint is not loaded": (
+            "        if state and self._dynamic is not None:\n",
+            "        if False:\n",
+        ),
+    },
     reducing: {
+        "a gradient that was not finite in an earlier pass is forgotten": (
+            "            gradient.bad_elsewhere.update(bad)\n",
+            "            gradient.bad_elsewhere = {*bad}\n",
+        ),
         "what other ranks have dropped stays": (
             "            gradient.present.clear()\n",
             "            pass\n",

@@ -92,6 +92,7 @@ class Rules:
     predicts: bool = False
     """Whether weights are predicted where they are late."""
     loss_scale: LossScale | float = 1.0
+    """By what the loss is multiplied, in fp16."""
 
     @staticmethod
     def draw(rng: Random) -> "Rules":
@@ -172,12 +173,13 @@ class Rules:
 
     def predicting(self) -> "Rules":
         """The same with asynchronous updates that predict weights."""
-        alone = replace(self, mode="asynchronous", announced=False, speculates=False, cut=False, whole=False)
-        return replace(alone, predicts=True)
+        late = replace(self, mode="asynchronous", announced=False, speculates=False, cut=False, whole=False)
+        return replace(late, predicts=True)
 
     def scaling(self) -> "Rules":
-        """The same in fp16, with a loss that is scaled. Steps are skipped, or refused if the scale is constant."""
-        rng = Random(repr(self))
+        """The same in fp16, with a loss that is scaled. Gradients are infinite now and then: if the scale is constant,
+        steps are refused, else skipped, so that updates before the step are undone."""
+        rng = Random(repr(self))  # draws nothing from the stream of other worlds
         scaled = replace(self, precision="fp16", infinite=0.06, loss_scale=LossScale(init_scale=4.0, growth_interval=2))
         if self.mode != "during backward":
             return scaled

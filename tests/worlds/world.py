@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,7 +39,7 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import Ranks
 from pagoda.prepare import construct
 from pagoda.ranks import service, transport
-from pagoda.runtime import gradients as runtime_gradients, lanes, store as runtime_store, updaters
+from pagoda.runtime import gradients as runtime_gradients, lanes, moving, store as runtime_store, updaters
 from pagoda.schedule import updates as schedule_updates
 from pagoda.schedule.operations import schedule_plan
 
@@ -62,11 +62,14 @@ class AtOnce:
     def __init__(self, *_: object) -> None:
         pass
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> "AtOnce":
+        return self
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def map(self, work: Callable[[Any], object], items: Iterable[Any]) -> Iterator[object]:
+        return map(work, items)
 
     def submit(self, work: Callable[[], object]) -> "Future[object]":
         done: Future[object] = Future()
@@ -179,6 +182,7 @@ class World:
             (ssd_store, "PageFile", self.drive.file),
             (striped, "PageFile", self.drive.file),
             (construct, "ThreadPoolExecutor", AtOnce),
+            (moving, "ThreadPoolExecutor", AtOnce),
             (construct, "lookups_in", self._lookups),
             (engine, "open_scheduler", self._open_scheduler),
             (api, "open_device", lambda _: self.programs[self.threads.running.rank].device),
