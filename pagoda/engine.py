@@ -284,8 +284,7 @@ class Engine:
         if self.stepper.updates_have_begun():
             raise UsageError(
                 "The state was asked for between backward and step(): with gradient_accumulation_steps announced, some "
-                "units "
-                "have had this step's update already and others have not. Call optimizer.step() first, or "
+                "units have had this step's update already and others have not. Call optimizer.step() first, or "
                 f"{LET_UPDATES_WAIT}."
             )
 
