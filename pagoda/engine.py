@@ -176,6 +176,7 @@ class Engine:
         with self.active_forwards.alone(), as_plain():  # it asks each parameter for its gradient
             self.accesses.check_usable()
             self.check_not_gathered("optimizer.step()")
+            self.graphs.offloader.settle()  # its errors leave the whole step to be taken
             self.accesses.compute_lock.run(self._take_step, ended, late)
 
     @torch.no_grad()
@@ -284,8 +285,7 @@ class Engine:
         if self.stepper.updates_have_begun():
             raise UsageError(
                 "The state was asked for between backward and step(): with gradient_accumulation_steps announced, some "
-                "units "
-                "have had this step's update already and others have not. Call optimizer.step() first, or "
+                "units have had this step's update already and others have not. Call optimizer.step() first, or "
                 f"{LET_UPDATES_WAIT}."
             )
 

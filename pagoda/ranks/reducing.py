@@ -3,9 +3,10 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -162,7 +163,7 @@ class Reducer:
         this DROP."""
         for gradient in self._gradients.untaken():
             gradient.present.clear()
-            gradient.bad_elsewhere = None
+            gradient.bad_elsewhere.clear()
 
     def _open(self, gradient: UnitGradient) -> _Filling:
         unit, use = gradient.unit, self._uses[self._next]
@@ -182,7 +183,7 @@ class Reducer:
     def _take_part(self, unit: LiveUnit, version: int | None) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""
         if version is None:
-            self._bad_of_parts(None)
+            self._bad_of_parts(())
             return
         nothing = np.zeros(len(unit.spec.slots), dtype=np.uint8)
         if self._collectives.order.failed:
@@ -250,12 +251,13 @@ class Reducer:
                 elements = values[part.start - span.start : part.stop - span.start]
                 square_sum = self._gradients.deliver(gradient, part.start, elements, accumulate)
                 square_sums[slot, part.start] = square_sum if is_mine else 0.0
-        bad = self._bad_of_parts(min(np.flatnonzero(everyone & NOT_FINITE).tolist(), default=None))
+        bad = self._bad_of_parts(np.flatnonzero(everyone & NOT_FINITE).tolist())
         if gradient is not None:
             for slot in np.flatnonzero(everyone & GIVEN).tolist():
                 gradient.square_sums[slot] = math.fsum(sum_ for (of, _), sum_ in square_sums.items() if of == slot)
                 gradient.present.add(slot)
-            gradient.bad_elsewhere = bad
+            gradient.bad_elsewhere.difference_update(np.flatnonzero(everyone & DROPPED).tolist())
+            gradient.bad_elsewhere.update(bad)
 
     def _flags(self, filling: _Filling) -> Flags:
         """What this rank has of a unit's gradient. Whether that is finite is of use where its update may begin before
@@ -268,9 +270,8 @@ class Reducer:
                 flags[slot] |= 0 if all(map(math.isfinite, largest)) else NOT_FINITE
         return flags
 
-    def _bad_of_parts(self, mine: int | None) -> int | None:
-        """The first such slot of any part of a parameter, where tensor-parallel ranks have one each."""
+    def _bad_of_parts(self, mine: Collection[int]) -> Collection[int]:
+        """Such slots of all parts of parameters, where tensor-parallel ranks have one each."""
         if not self._early or not self._tensor_parallel:
             return mine
-        found = self._collectives.transport.announce(mine)
-        return min((slot for slot in found if slot is not None), default=None)
+        return {*chain(*self._collectives.transport.announce(mine))}

@@ -74,8 +74,8 @@ class UnitGradient:
         several ranks, some parameters may have gradients on other ranks only."""
         self.by_hand = False
         """Whether the user has written any of it."""
-        self.bad_elsewhere: int | None = None
-        """Slot whose gradient is not finite on some rank, if one is known."""
+        self.bad_elsewhere: set[int] = set()
+        """Slots whose gradients are known to be not finite on some rank."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
         self.issued = PAST
@@ -125,8 +125,8 @@ class UnitGradient:
     def non_finite(self) -> tuple[int, int] | None:
         """The first gradient that is NaN or infinite: the position of its arrival, and its slot. None if there is
         none."""
-        if self.bad_elsewhere is not None:
-            return self.order[self.bad_elsewhere], self.bad_elsewhere
+        if self.bad_elsewhere:
+            return min((self.order[slot], slot) for slot in self.bad_elsewhere)
         bad = [slot for slot, square_sum in enumerate(self.square_sums) if not math.isfinite(square_sum)]
         here = (slot for slot in bad if self.arrivals[slot] or slot in self.present)
         return min(((self.order[slot], slot) for slot in here), default=None)
@@ -255,8 +255,7 @@ class GradientBuffers:
         unit, spec = gradient.unit, gradient.unit.spec
         gradient.present.add(slot)
         gradient.by_hand = True
-        if gradient.bad_elsewhere == slot:
-            gradient.bad_elsewhere = None
+        gradient.bad_elsewhere.discard(slot)
         self._device.computing()
         on_device, issued = self._store.lives_on_device(unit.index, GRAD), self._device.fence()
         values = values if on_device else values.cpu()

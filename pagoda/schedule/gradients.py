@@ -102,12 +102,12 @@ class Gradients:
             del self._spilled[record]
             record.clean = record.clean and not failed
             self.spilling_fails = self.spilling_fails or failed
-        elif isinstance(move, Reload) and failed:
+        elif isinstance(move, Offload):
+            record.lost = record.lost or failed
+        elif failed and not record.dropped:
             self._waiting.pop(record)
             self._unread[record] = None
             self._free(record)
-        else:
-            record.lost = record.lost or failed
         self._changed(record)
         if not isinstance(move, Offload) or self._plan.during_backward or record.dropped or record.lost:
             return

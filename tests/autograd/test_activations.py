@@ -30,6 +30,7 @@ from zoo import (
 )
 
 import pagoda
+from pagoda.autograd.activations.places import SsdPlace
 from pagoda.config.training import ActivationMode
 from pagoda.plan.activations import ActivationPlan, Policy, StepSizes, bucket_of, choose, peak_of
 
@@ -330,3 +331,39 @@ def test_a_full_drive_is_an_error_of_the_forward_after_which_training_goes_on(
 
     offloaded = train(recipe, least(recipe, ALL_ON_SSD, tmp_path), loop)
     offloaded.assert_same_bits(train(replace(recipe, activations="keep"), RESIDENT))
+
+
+def test_a_write_of_an_activation_that_fails_leaves_the_whole_step_to_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`step()` writes the activations that somebody has held until then."""
+    recipe = Recipe("plain", steps=2, activations="offload")
+    write, fails = SsdPlace.write, False
+
+    def write_or_fail(*arguments: Any) -> None:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise pagoda.StorageError("the drive has failed")
+        write(*arguments)
+
+    def loop(model: Any, optimizer: Any, outcome: Outcome) -> None:
+        nonlocal fails
+        held: list[torch.Tensor] = []
+        model.blocks[0].register_forward_hook(lambda _module, _inputs, output: held.append(output))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(recipe.steps):
+            inputs = batch(recipe.model, generator)
+            learn(loss_of(model(**inputs)), outcome)
+            later = loss_of(model(**inputs))
+            held.clear()
+            if pagoda.plan_of(model).options.may_offload:
+                fails = True
+                with pytest.raises(pagoda.StorageError, match="the drive has failed"):
+                    optimizer.step()
+            take_step(optimizer, outcome)
+            del later
+
+    monkeypatch.setattr(SsdPlace, "write", write_or_fail)
+    offloaded = train(recipe, least(recipe, ALL_ON_SSD, tmp_path), loop)
+    offloaded.assert_same_bits(train(replace(recipe, activations="keep"), RESIDENT, loop))

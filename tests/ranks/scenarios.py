@@ -648,6 +648,29 @@ def not_finite(out: Path) -> str:
     return error
 
 
+def not_finite_at_first(out: Path) -> str:
+    """The error of a step in whose first pass a part of a gradient is infinite, of which each rank has another part,
+    with an update during backward: no rank changes a weight."""
+    model, optimizer = pagoda.wrap(
+        nn.Linear(64, 64, bias=False),
+        pagoda.SGD(lr=1.0),
+        memory=pagoda.Memory(host="16MiB", page_size=4096),
+        mesh=pagoda.open_mesh(),
+        precision="fp32",
+        max_grad_norm=None,
+        gradient_accumulation_steps=2,
+    )
+    before = joined(model.state_dict())
+    factors = torch.ones(64)
+    for first in (torch.inf, 1.0):
+        factors[0] = first
+        (model(torch.ones(1, 64)) * factors).sum().backward()
+    error = refusal(optimizer.step)
+    assert_equal(joined(model.state_dict()), before)
+    optimizer.close()
+    return error
+
+
 def meet(out: Path) -> list[int]:
     """What every rank says, which is its number."""
     join(launched())

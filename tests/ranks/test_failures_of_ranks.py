@@ -79,9 +79,13 @@ def test_ranks_with_other_settings_are_refused_before_the_first_step(ranks: Rank
         assert "ConfigError: Ranks have different optimizer: rank 1" in error
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_on_any(ranks: RankServer, tmp_path: Path) -> None:
-    for error in ranks.run("not_finite", 2, tmp_path):
+@pytest.mark.parametrize("scenario", ["not_finite", "not_finite_at_first"])
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_on_any(
+    scenario: str, ranks: RankServer, tmp_path: Path
+) -> None:
+    for error in ranks.run(scenario, 2, tmp_path):
         assert "is not finite" in error
+        assert "No weight was changed" in error
 
 
 def test_a_refusal_of_one_rank_leaves_nothing_of_the_others_for_the_next_question(

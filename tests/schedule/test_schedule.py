@@ -464,6 +464,20 @@ def test_a_gradient_that_could_not_be_read_back_is_read_again_once_compute_was_t
     assert reload.unit in units_of(Update, end_all(scheduler))
 
 
+def test_a_gradient_that_is_dropped_while_it_is_read_back_may_fail_to_come() -> None:
+    scheduler = with_buffers(1)
+    for unit in (0, 1):
+        made(scheduler, unit)
+    scheduler.lend_gradient(0, lent=True)
+    (reload,) = (op for op in end_all(scheduler, but=Reload) if isinstance(op, Reload))
+    scheduler.lend_gradient(0, lent=False)
+    scheduler.drop_gradients()
+    scheduler.failed(reload)
+    scheduler.try_again()
+    assert end_all(scheduler) == []
+    assert made(scheduler, 0) == [(Offload, 0), (Spill, 0)]
+
+
 def test_a_gradient_does_not_arrive_in_a_buffer_that_an_update_reads() -> None:
     scheduler = with_buffers(2)
     scheduler.gradient(0, complete=True, last=True)

@@ -15,8 +15,9 @@ class Watcher(Protocol):
     def reads(self, layer: int, values: tuple[torch.Tensor, ...], forward: bool) -> None:
         """A layer reads its weights."""
 
-    def gradients(self, layer: int) -> tuple[float, ...] | None:
-        """The gradient of each parameter, all of whose elements are equal. None if backward is to fail here."""
+    def gradients(self, layer: int, scale: float) -> tuple[float, ...] | None:
+        """The gradient of each parameter, all of whose elements are equal, of a loss that was multiplied by `scale`.
+        None if backward is to fail here."""
 
     def tensor(self, layer: int, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
         """A gradient that a layer's backward makes."""
@@ -55,7 +56,7 @@ class _Use(torch.autograd.Function):
             watcher.returned(activation, ctx.value)
         if layer.is_read:
             watcher.reads(layer.number, tuple(saved), forward=False)
-        given = watcher.gradients(layer.number)
+        given = watcher.gradients(layer.number, grad.item())
         if given is None:
             raise InterruptionError
         grads = [

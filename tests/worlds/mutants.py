@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from pagoda import engine
-from pagoda.autograd import accesses, stepper
+from pagoda.autograd import accesses, loss_scale, stepper
+from pagoda.autograd.activations import offload
 from pagoda.ranks import collective, gathering, giving, order, reducing
 from pagoda.runtime import capture, driver, executor, gradients, lanes, leases, store, updaters, updates
 from pagoda.schedule import stream
@@ -30,7 +31,15 @@ class Mutant:
     """The worlds that may notice it."""
 
 
-_KINDS = {"training goes on after a failed update": Rules.failing_kernels}
+_KINDS = {
+    "training goes on after a failed update": Rules.failing_kernels,
+    "an activation that could not leave is an error in the middle of a step": Rules.offloading,
+    "an activation that could not leave is lost": Rules.offloading,
+    "an activation is used before it is back": Rules.offloading,
+    "the scale grows however many steps are skipped": Rules.scaling,
+    "the scale of a checkpoint is not loaded": Rules.scaling,
+    "a gradient that was not finite in an earlier pass is forgotten": Rules.scaling,
+}
 """What a mutant breaks -> the kind of worlds that may notice it, if it is not the usual one."""
 _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     driver: {
@@ -101,6 +110,12 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     engine: {
+        "an activation that could not leave is an error in the middle of a step": (
+            "            self.graphs.offloader.settle()  # its errors leave the whole step to be taken\n"
+            "            self.accesses.compute_lock.run(self._take_step, ended, late)\n",
+            "            self.accesses.compute_lock.run(self._take_step, ended, late)\n"
+            "            self.graphs.offloader.settle()\n",
+        ),
         "a signal tears a write": (
             "            with holding_back():\n                writes = ",
             "            with nullcontext():\n                writes = ",
@@ -292,6 +307,18 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "self._bounce = BufferPool([store.spare] * 2)",
         ),
     },
+    offload: {
+        "an activation that could not leave is lost": (
+            "                wanted.place.write(wanted.pieces, wanted.source, issued)\n"
+            "                wanted.source = None\n",
+            "                source, wanted.source = wanted.source, None\n"
+            "                wanted.place.write(wanted.pieces, source, issued)\n",
+        ),
+        "an activation is used before it is back": (
+            "            allowed(self._meter.wait_for, offloaded.reading)",
+            "            pass",
+        ),
+    },
     stepper: {
         "a step that a drive has held up can never be taken": (
             "            lost = lost or ",
@@ -360,7 +387,21 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "return _IN_STEP[self.kind], self.section.drops, section",
         ),
     },
+    loss_scale: {
+        "the scale grows however many steps are skipped": (
+            "self._calm_steps = 0 if skipped else self._calm_steps + 1",
+            "self._calm_steps = self._calm_steps + (not skipped)",
+        ),
+        "the scale of a checkpoint is not loaded": (
+            "        if state and self._dynamic is not None:\n",
+            "        if False:\n",
+        ),
+    },
     reducing: {
+        "a gradient that was not finite in an earlier pass is forgotten": (
+            "            gradient.bad_elsewhere.update(bad)\n",
+            "            gradient.bad_elsewhere = {*bad}\n",
+        ),
         "what other ranks have dropped stays": (
             "            gradient.present.clear()\n",
             "            pass\n",

@@ -25,13 +25,14 @@ from pagoda.engine import Engine
 from pagoda.errors import BudgetError, ConfigError, NonFiniteGradientError, PagodaError, UsageError
 from pagoda.memory.ssd import tier
 from pagoda.memory.ssd.slots import UNWRITTEN
+from pagoda.optim.rule import DTYPES
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.tiers import SSD
 
 from .device import DeviceError, QueuedDevice, SlowDevice
 from .model import InterruptionError, Layer, Model
 from .threads import SignalError, ViolationError
-from .truth import LR, Truth, WholeSGD, norm_of, stored_weight
+from .truth import LR, Scaling, Truth, WholeSGD, norm_of, stored_weight
 
 if TYPE_CHECKING:
     from .world import World
@@ -61,7 +62,10 @@ class Program:
         """Decides what differs between ranks."""
         kind = QueuedDevice if rules.queued else SlowDevice
         self.device = kind(self.threads, world.haste, rules.failures)
-        self.truths = [Truth.first(layer, len(sizes)) for layer, sizes in enumerate(rules.sizes)]
+        self.truths = [Truth.first(layer, len(sizes), rules.predicts) for layer, sizes in enumerate(rules.sizes)]
+        self.scaling = Scaling(rules.loss_scale)
+        self.scalings: dict[Path, Scaling] = {}
+        """Those of checkpoints."""
         self.order = rules.order
         self.step_number = 0
         self.attempt = 0
@@ -139,9 +143,15 @@ class Program:
 
     def _wrap(self) -> None:
         rules = self.rules
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[rules.precision]
         layers = [
-            Layer(number, sizes, number not in rules.frozen, number not in rules.unread, dtype, rules.offloads)
+            Layer(
+                number,
+                sizes,
+                number not in rules.frozen,
+                number not in rules.unread,
+                DTYPES[rules.precision],
+                rules.offloads,
+            )
             for number, sizes in enumerate(rules.sizes)
         ]
         if not rules.trained:
@@ -149,12 +159,14 @@ class Program:
                 param.requires_grad_(True)
         self.model = Model(layers, rules.experts)
         settings: dict[str, Any] = {"precision": rules.precision}
+        if rules.precision == "fp16":
+            settings["precision"] = pagoda.MixedPrecision("fp16", loss_scale=rules.loss_scale)
         if rules.offloads:
             settings["activations"] = "offload"
         if rules.mode == "clipped":
             settings["max_grad_norm"] = LIMIT if rules.clips else 1e9
         if rules.mode == "asynchronous":
-            settings["update"] = "async"
+            settings["update"] = pagoda.Updates("async", predict=rules.predicts)
             settings["max_grad_norm"] = LIMIT if rules.clips else None
         elif not rules.speculates:
             settings["update"] = pagoda.Updates(speculate=False)
@@ -244,7 +256,7 @@ class Program:
     def check_read(self, layer: int, values: Sequence[torch.Tensor]) -> None:
         truth = self.truths[layer]
         for slot, (value, wanted) in enumerate(zip(values, self.weights(layer), strict=True)):
-            told = [stored_weight(version[slot].weight, self.rules.precision) for version in truth.values]
+            told = [stored_weight(version[slot].read, self.rules.precision) for version in truth.values]
             message = f"layer {layer} reads {{}}, not {wanted}, version {truth.shown} of {told}"
             self.check_values(layer, value, wanted, message)
 
@@ -257,33 +269,29 @@ class Program:
 
     def check_values(self, layer: int, values: torch.Tensor, wanted: float, message: str) -> None:
         """All of these are `wanted` when compute comes to it. A device's queue does not keep memory alive."""
-        half = values.dtype is torch.bfloat16
-        place = (ctypes.c_uint16 if half else ctypes.c_float) * values.numel()
-        found = np.frombuffer(place.from_address(values.data_ptr()), np.uint16 if half else np.float32)
-        number = np.float32(wanted).view(np.uint32) >> 16 if half else np.float32(wanted)
+        place = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+        found, number, dtype = np.frombuffer(place, f"i{values.itemsize}"), _bits(wanted, values.dtype), values.dtype
 
         def check() -> None:
             if not (found == number).all():
-                has = (found.astype(np.uint32) << 16).view(np.float32) if half else found
-                raise ViolationError(message.format(_some(has)))
+                raise ViolationError(message.format(_some(torch.from_numpy(found.copy()).view(dtype))))
 
         self.compute(layer, check)
 
     def tensor(self, layer: int, size: int, value: float, dtype: torch.dtype) -> torch.Tensor:
         """A gradient that a layer's backward makes."""
-        half = dtype is torch.bfloat16
-        array = np.full(size, 0x7FC0, np.uint16) if half else np.full(size, np.nan, np.float32)
-        number = (np.float32(value).view(np.uint32) >> 16).astype(np.uint16) if half else np.float32(value)
-        self.compute(layer, partial(array.fill, number))
-        return torch.from_numpy(array.view(np.int16) if half else array).view(dtype)
+        array = np.full(size, -1, f"i{dtype.itemsize}")  # NaN
+        self.compute(layer, partial(array.fill, _bits(value, dtype)))
+        return torch.from_numpy(array).view(dtype)
 
     def weights(self, layer: int) -> list[float]:
         """The weights that an access must read."""
         truth = self.truths[layer]
-        return [stored_weight(value.weight, self.rules.precision) for value in truth.values[truth.shown]]
+        return [stored_weight(value.read, self.rules.precision) for value in truth.values[truth.shown]]
 
-    def gradients(self, layer: int) -> tuple[float, ...] | None:
+    def gradients(self, layer: int, scale: float) -> tuple[float, ...] | None:
         """What a layer's backward gives."""
+        require(scale == self.scaling.scale, f"the loss is multiplied by {scale}, not {self.scaling.scale}")
         if self.rng is not self.own and self.rng.random() < self.rules.departures / 20:
             return None
         if self.rules.mode != "during backward":
@@ -293,7 +301,7 @@ class Program:
             given = (math.inf, *given[1:])
         self.note("  gradients", layer, given)
         self.coming[layer] = given
-        return given
+        return tuple(scale * each for each in given)
 
     def delivered(self, layer: int, slot: int, _: torch.Tensor | None = None) -> None:
         """The package has taken a parameter's gradient."""
@@ -317,13 +325,15 @@ class Program:
         loss = self.model(self.forward)
         self.between_passes()
         again = self.rules.mode not in ("during backward",) and not self.rules.announced and self.rng.random() < 0.1
-        loss.sum().backward(retain_graph=again)
+        self.optimizer.scale(loss.sum()).backward(retain_graph=again)
         if again:
-            loss.sum().backward()
+            self.optimizer.scale(loss.sum()).backward()
         del loss
 
     def forward(self, model: Model, x: torch.Tensor) -> torch.Tensor:
         rules = self.rules
+        if not self.evaluating and any(unit.active for unit in self.units):  # the whole model is one
+            self.step_begun = True
         for layer in self.order:
             if self.rng.random() < rules.departures / 2:
                 continue
@@ -345,7 +355,7 @@ class Program:
             far = self.own.randrange(3)
             loss = self.model(self.forward) if far > 0 else None
             if loss is not None and far > 1:
-                loss.sum().backward()
+                self.optimizer.scale(loss.sum()).backward()
             del loss
         self.rng.setstate(state)
         self.drop()
@@ -363,7 +373,7 @@ class Program:
             loss = self.model(self.some_layers if meets or self.rng.random() < 0.5 else self.forward)
         self.world.network.meet()
         if loss is not None and (meets or self.rng.random() < 0.8):
-            loss.sum().backward()
+            self.optimizer.scale(loss.sum()).backward()
         del loss
         if meets:
             self.world.network.meet()
@@ -467,14 +477,24 @@ class Program:
         self.reduce()
         self.attempt += 1
         norm, scale = norm_of(self.truths, self.rules.sizes), 1.0
-        require(refused != math.isfinite(norm), f"step() took a step: {not refused}, and the norm is {norm}")
+        skipped = not math.isfinite(norm) and self.scaling.skips
+        wrong = refused != (not math.isfinite(norm) and not skipped)
+        require(not wrong, f"step() took a step: {not refused}, and the norm is {norm}")
         if refused:
             self.refused(lr)
             return
+        stats = self.optimizer.stats
+        require(stats.skipped == skipped, f"the step is skipped: {stats.skipped}, and the norm is {norm}")
+        require(stats.loss_scale == self.scaling.scale, f"the scale is {stats.loss_scale}, not {self.scaling.scale}")
+        if skipped or any(truth.gradients for truth in self.truths):
+            self.scaling.end_step(skipped)
+        if skipped:
+            self.refused(lr)
+            self.turn_over()
+            return
         if self.rules.clips and self.rules.mode in ("clipped", "asynchronous"):
             scale = min(1.0, LIMIT / (norm + 1e-6))
-        told = self.optimizer.stats.grad_norm
-        require((told or 0.0) == norm, f"the norm is {told}, not {norm}")
+        require((stats.grad_norm or 0.0) == norm, f"the norm is {stats.grad_norm}, not {norm}")
         self.note("norm", norm, "scale", scale)
         for truth in self.truths:
             truth.apply(scale, lr)
@@ -570,8 +590,13 @@ class Program:
 
     def check_states(self, where: str, found: dict[str, torch.Tensor], value: Any) -> None:
         weight = found["weight"].flatten()
-        master = weight.float().numpy()
-        if "weight_low" in found:
+        shows = stored_weight(value.read, self.rules.precision)
+        require(bool((weight.float() == shows).all()), f"{where} shows weights {_some(weight)}, not {shows}")
+        master = found.get("master", weight).float().flatten().numpy()
+        if "weight_low" in found and self.rules.precision == "fp16":
+            unit = 2.0 ** ((weight.view(torch.int16).int() >> 10 & 31).clamp(min=1) - 40)
+            master = (weight.float() + found["weight_low"].flatten() * unit).numpy()
+        elif "weight_low" in found:
             high = weight.view(torch.int16).numpy().astype(np.int64) << 16
             low = found["weight_low"].flatten().view(torch.int16).numpy().astype(np.int64)
             master = ((high + low) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
@@ -636,6 +661,7 @@ class Program:
         self.note("save", path.name)
         replaces = [self.saved[0]] if self.saved is not None else []
         self.save_error = None
+        self.scalings[path] = copy.copy(self.scaling)
         try:
             self.optimizer.save_checkpoint(path, wait=False, replaces=replaces, on_error=self.save_failed)
         finally:
@@ -669,7 +695,7 @@ class Program:
                         state: tensors[name].whole() for state, tensors in checkpoint.tensors.items() if name in tensors
                     }
                     self.check_states(f"layer {layer} in a checkpoint", found, value)
-                    late, wanted = found.get("weight_back", found["weight"]), stored_weight(read.weight, precision)
+                    late, wanted = found.get("weight_back", found["weight"]), stored_weight(read.read, precision)
                     require(bool((late.float() == wanted).all()), f"steps read {_some(late)}, not {wanted}: {layer}")
 
     def load(self) -> None:
@@ -685,7 +711,7 @@ class Program:
             self.check_failure(error)
             with self.healthy():
                 self.optimizer.load_checkpoint(path)
-        self.truths = copy.deepcopy(truths)
+        self.truths, self.scaling = copy.deepcopy(truths), copy.copy(self.scalings[path])
         self.attempt += 1
         self.step_begun = self.torn = False
 
@@ -790,6 +816,11 @@ class Program:
         self.let_go()
         self.end_checkpoint()
         self.drain()
+
+
+def _bits(value: float, dtype: torch.dtype) -> Any:
+    """A number in a dtype, as an integer with the same bits."""
+    return torch.tensor([value], dtype=dtype).view(torch.uint8).numpy().view(f"i{dtype.itemsize}")[0]
 
 
 def _some(found: Any) -> list[float]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pagoda
+from pagoda.config.training import LossScale
 from pagoda.optim.rule import Rule
 
 
@@ -88,6 +89,10 @@ class Rules:
     """Whether homes are chosen again after the first step."""
     homes: bool = False
     """Whether the device is home to a part of the states that it updates."""
+    predicts: bool = False
+    """Whether weights are predicted where they are late."""
+    loss_scale: LossScale | float = 1.0
+    """By what the loss is multiplied, in fp16."""
 
     @staticmethod
     def draw(rng: Random) -> "Rules":
@@ -147,8 +152,8 @@ class Rules:
         return self
 
     def offloading(self) -> "Rules":
-        """The same with activations that are offloaded, and without failures."""
-        return replace(self, offloads=True, ssd=True, failures=0.0, drive_failures=0.0, signals=0.0)
+        """The same with activations that are offloaded."""
+        return replace(self, offloads=True, ssd=True)
 
     def failing_kernels(self) -> "Rules":
         """The same on one rank, with kernels of the CPU that fail."""
@@ -165,6 +170,20 @@ class Rules:
         """The same with homes that are chosen again, on one rank."""
         one_device = replace(self, adapts=True, device=True, ranks=1, ordered=False, experts=0, order=self._all)
         return replace(one_device, mode="clipped") if self.mode == "asynchronous" else one_device
+
+    def predicting(self) -> "Rules":
+        """The same with asynchronous updates that predict weights."""
+        late = replace(self, mode="asynchronous", announced=False, speculates=False, cut=False, whole=False)
+        return replace(late, predicts=True)
+
+    def scaling(self) -> "Rules":
+        """The same in fp16, with a loss that is scaled. Gradients are infinite now and then: if the scale is constant,
+        steps are refused, else skipped, so that updates before the step are undone."""
+        rng = Random(repr(self))  # draws nothing from the stream of other worlds
+        scaled = replace(self, precision="fp16", infinite=0.06, loss_scale=LossScale(init_scale=4.0, growth_interval=2))
+        if self.mode != "during backward":
+            return scaled
+        return rng.choice([replace(scaled, loss_scale=4.0), replace(scaled, mode="plain", speculates=True)])
 
     @property
     def _all(self) -> tuple[int, ...]:

@@ -12,6 +12,14 @@ from .rules import Rules
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIRST = sorted({*range(20), *kept_worlds().values()})
 """The first worlds, and those that notice a mutant first: each mutant is noticed by one of them."""
+KINDS = [
+    Rules.offloading,
+    Rules.passing,
+    Rules.failing_kernels,
+    Rules.adapting,
+    Rules.predicting,
+    Rules.scaling,
+]
 BATCH = 20
 PARTS = 48
 
@@ -28,7 +36,7 @@ def test_random_worlds_hold(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, 1000, 20))])
-@pytest.mark.parametrize("rules", [Rules.offloading, Rules.passing, Rules.failing_kernels, Rules.adapting])
+@pytest.mark.parametrize("rules", KINDS)
 def test_random_worlds_of_a_kind_hold(rules: world.Change, first: int) -> None:
     assert wrong_in(range(first, first + 20), rules) == []
 

@@ -7,12 +7,13 @@ applied twice, in another order or with another factor, gives another number.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
+from pagoda.config.training import LossScale
 from pagoda.optim.rule import StateSpec, TensorRule
 
 from .model import first_value
@@ -47,19 +48,23 @@ class Value(NamedTuple):
     momentum: np.float32
     steps: int
     """Its updates."""
+    read: np.float32
+    """What compute reads, before it is rounded: the master weight, or a prediction of it."""
 
-    def updated(self, gradient: float, scale: float, lr: float) -> "Value":
-        """After one more update."""
+    def updated(self, gradient: float, scale: float, lr: float, ahead: float) -> "Value":
+        """After one more update. `ahead`: the number of steps by which weights are predicted."""
         taken = np.float32(gradient) * np.float32(scale)
         carried = np.float32(MOMENTUM if self.steps else 0.0)
         momentum = self.momentum * carried + taken
-        return Value(self.weight - np.float32(lr) * momentum, momentum, self.steps + 1)
+        weight = self.weight - np.float32(lr) * momentum
+        return Value(weight, momentum, self.steps + 1, weight - (self.weight - weight) * np.float32(ahead))
 
 
 def stored_weight(weight: np.float32, precision: str) -> float:
-    """What compute reads of a master weight."""
-    if precision == "fp32":
-        return float(weight)
+    """What is stored of a weight for compute. An fp16 master keeps its bits, as all here are zero or at least 2 ** -16
+    in magnitude."""
+    if precision != "bf16":
+        return float(np.float16(weight) if precision == "fp16" else weight)
     bits = (int(np.asarray(weight, np.float32).view(np.int32)) + 0x8000) >> 16 << 16
     return float(np.array(bits & 0xFFFFFFFF, np.uint32).view(np.float32))
 
@@ -76,11 +81,13 @@ class Truth:
     """The newest version that the last step has asked for."""
     gradients: dict[int, float] = field(default_factory=dict)
     """Slot -> the sum of the gradients of this step that autograd has delivered."""
+    ahead: float = 0.0
+    """The number of steps by which weights are predicted."""
 
     @staticmethod
-    def first(layer: int, parameters: int) -> "Truth":
-        zero = np.float32(0)
-        return Truth([tuple(Value(np.float32(first_value(layer, slot)), zero, 0) for slot in range(parameters))])
+    def first(layer: int, parameters: int, ahead: float) -> "Truth":
+        weights = [np.float32(first_value(layer, slot)) for slot in range(parameters)]
+        return Truth([tuple(Value(weight, np.float32(0), 0, weight) for weight in weights)], ahead=ahead)
 
     @property
     def asked(self) -> int:
@@ -96,21 +103,50 @@ class Truth:
         if self.gradients:
             values = list(self.newest)
             for slot, gradient in self.gradients.items():
-                values[slot] = values[slot].updated(gradient, scale, lr)
+                values[slot] = values[slot].updated(gradient, scale, lr, self.ahead)
             self.values.append(tuple(values))
             self.gradients = {}
 
     def overwrite(self, slot: int, weight: float, precision: str) -> None:
-        """The program writes a parameter's weights. If compute reads the same values already, the master stays."""
+        """The program writes a parameter's weights. If they have these values already, the master stays. Nothing is
+        predicted until the next update."""
         for version in {self.shown, self.asked}:
             values = list(self.values[version])
-            if stored_weight(values[slot].weight, precision) != weight:
-                values[slot] = values[slot]._replace(weight=np.float32(weight))
+            before = values[slot].weight
+            master = before if stored_weight(before, precision) == weight else np.float32(weight)
+            values[slot] = values[slot]._replace(weight=master, read=master)
             self.values[version] = tuple(values)
 
     def rewound(self) -> "Truth":
         """A copy without the gradients of this step, as a checkpoint has it."""
-        return Truth([*self.values], self.shown, self.before)
+        return replace(self, values=[*self.values], gradients={})
+
+
+@dataclass
+class Scaling:
+    """The factor of the loss, as its setting says. Gradients are told without it."""
+
+    setting: LossScale | float
+    scale: float = 1.0
+    calm: int = 0
+    """Steps since the last one that was skipped, or since the scale has changed."""
+
+    def __post_init__(self) -> None:
+        self.scale = self.setting.init_scale if isinstance(self.setting, LossScale) else self.setting
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step with gradients that are not finite is skipped. Otherwise it is refused."""
+        return isinstance(self.setting, LossScale) and self.scale > 1
+
+    def end_step(self, skipped: bool) -> None:
+        if not isinstance(self.setting, LossScale):
+            return
+        self.calm = 0 if skipped else self.calm + 1
+        if skipped:
+            self.scale = max(1.0, self.scale * self.setting.backoff_factor)
+        elif self.calm == self.setting.growth_interval:
+            self.scale, self.calm = self.scale * self.setting.growth_factor, 0
 
 
 def norm_of(truths: Sequence[Truth], sizes: Sequence[Sequence[int]]) -> float:

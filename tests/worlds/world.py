@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from pagoda import api, engine
+from pagoda.autograd.activations import places as activation_places
 from pagoda.memory.ssd import store as ssd_store, striped
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
@@ -38,7 +39,7 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import Ranks
 from pagoda.prepare import construct
 from pagoda.ranks import service, transport
-from pagoda.runtime import gradients as runtime_gradients, lanes, store as runtime_store, updaters
+from pagoda.runtime import gradients as runtime_gradients, lanes, moving, store as runtime_store, updaters
 from pagoda.schedule import updates as schedule_updates
 from pagoda.schedule.operations import schedule_plan
 
@@ -61,11 +62,14 @@ class AtOnce:
     def __init__(self, *_: object) -> None:
         pass
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> "AtOnce":
+        return self
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def map(self, work: Callable[[Any], object], items: Iterable[Any]) -> Iterator[object]:
+        return map(work, items)
 
     def submit(self, work: Callable[[], object]) -> "Future[object]":
         done: Future[object] = Future()
@@ -178,6 +182,7 @@ class World:
             (ssd_store, "PageFile", self.drive.file),
             (striped, "PageFile", self.drive.file),
             (construct, "ThreadPoolExecutor", AtOnce),
+            (moving, "ThreadPoolExecutor", AtOnce),
             (construct, "lookups_in", self._lookups),
             (engine, "open_scheduler", self._open_scheduler),
             (api, "open_device", lambda _: self.programs[self.threads.running.rank].device),
@@ -186,6 +191,7 @@ class World:
             (runtime_gradients, "_WORTH_BYTES", 2048 if self.rules.small_pieces else 256 << 10),
             (schedule_updates, "CALM_STEPS", 1),
             (place, "SPECULATED_SHARE", 1.0),
+            (activation_places, "_GROWTH_BYTES", 4096),
             (lanes, "INLINE_BYTES", 128 << 10 if self.rules.inline else 0),
         ]
         if self.rules.ranks > 1:

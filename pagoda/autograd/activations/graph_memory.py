@@ -156,14 +156,14 @@ class GraphMemory:
             return run_recomputed(block, forward, repeat, (args, kwargs), self.packing, account.save)
 
     def end_step(self) -> ActivationBytes:
-        """End a step and plan from what it has shown. Returns the most bytes that its graphs kept."""
+        """End a step, before which no activation was on its way out, and plan from what it has shown. Returns the most
+        bytes that its graphs kept."""
         self._learn(ended=True)
         self._share(self._most)
         self._most = 1
         self._trace = self._new_trace()
         kept = self._saved.peak_bytes
         self._saved.start_step()
-        self.offloader.settle()
         return self._taken(kept)
 
     def _agree(self, what: str, mine: Any) -> list[Any]:

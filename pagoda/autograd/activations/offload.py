@@ -162,7 +162,7 @@ class Offloader:
 
     def _settle(self) -> None:
         self._write_free()
-        self._meter.hold_back(self._leaving, 0)  # in the event of a step, of which half is done
+        allowed(self._meter.hold_back, self._leaving, 0)
         self._take_back()
 
     def close(self) -> None:
