@@ -21,7 +21,7 @@ class DeviceHomes:
     at_home: frozenset[tuple[int, str]] = frozenset()
     """(unit, state) pairs, with gradients as states."""
     second_weights: Mapping[int, int] = field(default_factory=dict)
-    """unit -> room for another version of its weights, if other states of it pass the device."""
+    """unit -> pages for another version of its weights, if other states of it pass the device."""
 
     def states(self, unit: UnitSpec) -> list[str]:
         """The states of a unit that live there."""

@@ -53,10 +53,10 @@ def of_tokens(sent: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     elsewhere = (group - min(group, ranks.per_domain)) / max(1, group - 1)
     sharing = min(ranks.per_domain, ranks.data_parallel)
     found = []
-    for row, nbytes in sent.items():
+    for module, nbytes in sent.items():
         leaving = int(nbytes * elsewhere)
         straying = _straying(leaving, group, ranks)
-        found.append(Exchange(TOKENS, row, nbytes, leaving, straying, sharing, forward=2, backward=2))
+        found.append(Exchange(TOKENS, module, nbytes, leaving, straying, sharing, forward=2, backward=2))
     return found
 
 

@@ -27,7 +27,7 @@ MEANING: Mapping[str, str] = {
     UPDATE_RING: "blocks of state that pass through the device for their update",
     STAGING: "gradients on their way to an update or to SSD",
     RING: "blocks of state from SSD that pass through RAM for their update",
-    FETCH_RING: "pieces of weights on their way from SSD to the device",
+    FETCH_RING: "pieces of weights on their way from SSD to leases",
     BOUNCE: "pieces of gradients from the device that are added in RAM",
     CHECKPOINT: "a piece of state on its way to a checkpoint",
     WORK: "fp32 copies of the parameter that is being updated",
@@ -56,11 +56,12 @@ class Placement:
     """
 
     homes: Mapping[tuple[int, str], str]
-    """(unit, state) -> tier. A gradient's home is HOST, or SSD if it may have to be spilled there."""
+    """(unit, state) -> tier. A gradient's home is SSD if it may have to be spilled there."""
     lines: Mapping[str, Mapping[str, int]]
     """tier -> line -> pages."""
     ring_slots: int = 0
-    """Number of blocks in the ring: RING_SLOTS, or more if RAM is left, so that reads run further ahead of updates."""
+    """Number of blocks in the ring: the least number, or more if RAM is left, so that reads run further ahead of
+    updates. 0 without a ring."""
     speculated: frozenset[int] = frozenset()
     """Units that are updated during backward as if nothing will be clipped. The new states replace the old ones once
     that is known."""

@@ -30,7 +30,7 @@ _BUFFERS = (
     *((BLOCK_ELEMENTS // part, 2) for part in (1, 2, 4)),
     *((BLOCK_ELEMENTS // part, 1) for part in (1, 2, 4, 8)),
 )
-"""Combinations to try, from large to small: elements of a streamed block, and gradients in the staging region. Small
+"""Combinations to try, in this order: elements of a streamed block, and gradients in the staging region. The smallest
 blocks come last: each transfer takes a core for about 0.2 ms, whatever its size."""
 
 _CHECKED = (DEVICE, HOST, SSD)
@@ -39,7 +39,7 @@ _CHECKED = (DEVICE, HOST, SSD)
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each extent lives, and in which order a step uses units. It never changes; `retraced` makes a new plan."""
+    """Where each extent lives, and in which order a step uses units. It never changes."""
 
     layout: Layout
     budgets: Budgets
@@ -53,7 +53,7 @@ class Plan:
     unit_limit: int = 0
     """The limit in bytes with which units were made."""
     notes: tuple[str, ...] = ()
-    """What a run says of it later."""
+    """Sentences that follow those of `reasons_for`."""
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
