@@ -48,7 +48,8 @@ class Scheduler:
     """Turns events into operations (`take`). Deterministic: the same events give the same operations.
 
     Events are the public methods that return nothing. The caller reports them one at a time (`runtime/driver.py` holds
-    a lock for that) and passes operations to lanes. Questions here change nothing.
+    a lock for that) and passes operations to lanes. All other public methods but `take` are questions, and change
+    nothing.
     """
 
     def __init__(self, plan: SchedulePlan) -> None:
@@ -328,7 +329,7 @@ class Scheduler:
         return out
 
     def weights(self, unit: int) -> Weights:
-        """The record of a unit's weights: its versions, updates and extents."""
+        """The record of a unit's weights: its versions, updates and runs."""
         return self.versions.of[unit]
 
     def lease(self, unit: int) -> Lease | None:

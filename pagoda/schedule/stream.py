@@ -71,7 +71,7 @@ class Block:
     """Its place in the updater's room, while it is updated, if it takes one."""
     is_read: bool = False
     payload: Any = None
-    """For the world that carries out its actions. The stream does not use it."""
+    """For whoever carries out its actions. The stream does not use it."""
 
     @property
     def update(self) -> Any:
@@ -86,7 +86,7 @@ class Flow:
     unit: int
     blocks: UnitBlocks
     order: Sequence[int]
-    """The blocks that it consists of, in ascending order."""
+    """Numbers of the blocks that it consists of, in ascending order."""
     update: Any = None
     """What was asked for. None while it is only read ahead."""
     repeatable: bool = False
@@ -231,7 +231,7 @@ class Stream:
         self._go_on()
 
     def give_up(self, update: Any = None) -> None:
-        """Try what has failed of an update, or of all updates, not again. It ends its update."""
+        """Do not try again what has failed of an update, or of all updates. It ends its update."""
         for flow in [*self._suspended]:
             if update is None or flow.update is update:
                 self._fail(flow, flow.suspended_by)
@@ -351,8 +351,8 @@ class Stream:
         self._act(Do.UPDATE, block)
 
     def _use_ahead(self, updater: _Updater, flow: Flow) -> None:
-        """An update of a streamed unit was asked for. Its blocks that were read ahead are read. All others are
-        dropped."""
+        """An update of a streamed unit was asked for. It takes over its blocks that were read ahead. All others that
+        were read ahead are dropped."""
         ahead = updater.ahead
         if ahead is None or ahead.unit != flow.unit:
             self._drop_ahead(updater)
@@ -423,7 +423,7 @@ class Stream:
             self._act(Do.SUSPEND, flow.update, flow.suspended_by)
 
     def _forget(self, flow: Flow) -> None:
-        """A flow has no block that has not begun."""
+        """Every block of a flow has begun, or none will."""
         flows = self._updaters[flow.blocks.updater].flows
         if flow in flows:
             flows.remove(flow)

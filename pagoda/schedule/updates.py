@@ -58,9 +58,9 @@ class UpdateSchedule:
         self._admitted = [0, 0]
         """By updater, the number of updates under way."""
         self._before = -1
-        """The unit whose UPDATE was issued last, for the updater that streams states from SSD."""
+        """The unit whose UPDATE was issued last, among those that the CPU updates or that read states from SSD."""
         self._after: dict[int, int] = {}
-        """unit -> the unit whose UPDATE followed it the last time."""
+        """unit -> the unit among these whose UPDATE followed it the last time."""
         self._ahead = -1
         """The unit that is being read ahead, or -1."""
         self._may_read_ahead = True
@@ -486,7 +486,7 @@ class UpdateSchedule:
             self._push(weights.update)
 
     def _settled(self, unit: int) -> None:
-        """The states of a unit are again consistent with a step."""
+        """A unit's states are those of one step again."""
         if self._checkpoint.wake(unit):
             self._wake_all()
         self._leases.changes = True

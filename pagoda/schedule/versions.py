@@ -4,7 +4,7 @@ A version is the number of steps whose gradients the states contain. A version t
 changed. An update changes states in place if nothing needs their old version. Otherwise it writes them to other runs,
 and these replace the old ones once the update is final and has written the weights. So checkpoints, speculative updates
 and weights that lag follow one rule: who needs a version refers to its runs. What reads a unit only for a while, such
-as another rank, delays when a run that was left is free.
+as another rank, refers to none. It delays the time when a run that was left is free.
 """
 
 from collections.abc import Callable, Sequence
