@@ -258,7 +258,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "autograd/activations/packing.py": {
         "a graph may read weights of another step": (
-            "        if edition != self._version:",
+            "        if edition != self._edition:",
             "        if False:",
             "autograd/test_uses_of_parameters.py runtime/test_optimizer.py autograd/test_model_access.py",
         ),

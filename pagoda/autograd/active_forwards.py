@@ -26,8 +26,9 @@ class _Forward:
     phase: Phase
     thread: int = field(default_factory=threading.get_ident)
     entered: list[LiveUnit] = field(default_factory=list)
+    """The units that it has entered."""
     read: list[LiveUnit] = field(default_factory=list)
-    """Those of them that it entered only to read a parameter of another module."""
+    """Those of `entered` of which it only reads a parameter of another module."""
     written: list[str] = field(default_factory=list)
     """Parameters that it has written to."""
     packs: bool = False

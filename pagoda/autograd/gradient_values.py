@@ -34,8 +34,8 @@ class ValuesCopy(NamedTuple):
     values: torch.Tensor
     """As they are in plain PyTorch. They may be changed."""
     before: tuple[torch.Tensor, torch.Tensor] | None
-    """Unless pages have the gradient in this form: `values` again, not to be changed, and the values that pages have,
-    flat, in fp32."""
+    """None if pages have the gradient in this form. Otherwise `values` again, not to be changed, and the same with the
+    precision that pages have, flat, in fp32."""
 
 
 class GradientValues:

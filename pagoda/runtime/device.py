@@ -93,7 +93,7 @@ class Device:
     torch_device = torch.device("cpu")
 
     def arena(self, nbytes: int) -> Arena:
-        """The memory that leases are taken from."""
+        """`nbytes` of the device's memory, for pages."""
         return Arena(nbytes)
 
     def restart_peak(self) -> None:
@@ -112,7 +112,7 @@ class Device:
         arena.close()
 
     def host_arena(self, nbytes: int, locked: bool = True) -> Arena:
-        """RAM that `copy_in` reads and `copy_out` writes once it is locked."""
+        """RAM that `copy_in` reads and `copy_out` writes. It must be locked by then."""
         return Arena(nbytes)
 
     def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
@@ -212,7 +212,7 @@ class CudaDevice(Device):
         """All streams that compute has used."""
         self._noting = threading.Lock()
         self._joined = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        """Only waits for all of these, if there are several."""
+        """If there are several, this one only waits for all of them."""
         self._arriving = [Arrival((), tuple)] * _ARRIVING
         """Gradients on their way, by the row of `_sums` and `_landed_sums` that they use."""
         self._turn = 0

@@ -15,7 +15,7 @@ Group = Mapping[str, Any]
 
 
 class Groups:
-    """The optimizer's param groups. Units know which of their parameters are in one."""
+    """The optimizer's param groups."""
 
     def __init__(self, units: Sequence[LiveUnit]) -> None:
         self.all: list[dict[str, Any]] = []

@@ -91,7 +91,7 @@ class BlockUpdate(NamedTuple):
     slot: Region | None
     """Where its states on SSD are, if it has any."""
     place: int | None
-    """Its place on the device, if it passes it."""
+    """Its place with its updater, if it takes one. On the device, that is a slot."""
 
 
 class UpdateStream:

@@ -4,9 +4,9 @@ This file has decisions only. The tensors of gradients are in `runtime/gradients
 
 A record is the gradient of a unit for one step. It begins when autograd or another rank makes the first part of it, and
 it ends when its update has used it. A unit whose gradients are never on SSD may have buffers of its own, one for each
-step whose gradients may wait. The other units share the pages for buffers. With room on SSD, a complete gradient there
-that waits for `step()` is written to SSD at once, and keeps its buffer until another gradient needs the pages. So a
-gradient that is used soon is not read back from SSD.
+step whose gradients may wait. The other units share the pages for buffers. If SSD has room, a complete gradient in
+shared pages that waits for `step()` is written there at once, and keeps its buffer until another gradient needs the
+pages. So a gradient that is used soon is not read back from SSD.
 """
 
 from bisect import insort
