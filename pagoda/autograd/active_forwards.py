@@ -100,7 +100,7 @@ class ActiveForwards:
         if self._resident.issuperset(units) and self.runs_here and self._packing.is_innermost:
             self._accesses.computing()
             return call(*args, **kwargs)  # what it uses is leased for the forward around it
-        return self._run_alone(units, call, *args, **kwargs)
+        return self._run_leased(units, call, *args, **kwargs)
 
     @contextmanager
     def resident(self, units: Collection[LiveUnit]) -> Iterator[None]:
@@ -187,7 +187,7 @@ class ActiveForwards:
         """Whether a forward runs in this thread."""
         return bool(self._running) and self._running[-1].thread == threading.get_ident()
 
-    def _run_alone(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_leased(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         _refuse_transforms()
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._running and not in_backward:

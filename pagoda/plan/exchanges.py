@@ -133,10 +133,7 @@ def _straying(leaving: int, group: int, ranks: Ranks) -> int:
 
 
 def _crossing(ranks: Ranks, border: int) -> int:
-    """Most ranks of a domain whose counterpart in the next stage is in another domain.
-
-    Stage `border` is that next stage.
-    """
+    """Most ranks of stage `border` in one domain whose counterparts in the stage before it are in another domain."""
     crossing: Counter[int] = Counter()
     for rank in range(border * ranks.count, (border + 1) * ranks.count):
         domain = rank // ranks.per_domain

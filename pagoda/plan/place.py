@@ -188,10 +188,10 @@ class _Placer:
         if slots:
             host[RING] = slots * slot
         spare, left = host.pop(VERSIONS, 0), self.host - sum(host.values())
-        if versions := max(spare, min(self._for_checkpoints(host), left)):
+        if versions := max(spare, min(self._checkpoint_room_in_ram(host), left)):
             host[VERSIONS] = versions
         host |= self.fixed
-        self._add_spare(ssd)
+        self._add_checkpoint_room(ssd)
         by_tier: dict[str, dict[str, int]] = {HOST: host, SSD: ssd, DEVICE: device}
         lines = {tier: pages for tier, pages in by_tier.items() if pages}
         return Placement(homes, lines, slots, speculated, on_device)
@@ -326,7 +326,7 @@ class _Placer:
             most = max(-(-unit.trainable_numel // layout.block_elements) for unit in layout.units)
         return max(least, min(most, (self.host - taken) // slot))
 
-    def _aside(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
+    def _second_version(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
         """Pages in RAM and on SSD for another version of a unit's states. `weight_in` and `moments_in`: whether its
         weights and moments do not live on SSD. (0, 0) if it has no second version: if most of its weights are frozen,
         these would take the room, and its update is short. A unit with weights on the device has none either, unless
@@ -350,8 +350,11 @@ class _Placer:
         if not self.speculates:
             return frozenset()
         left = self.host - sum(host.values()) - self.layout.least_ring_slots * slot
-        free = (self.ssd or 0) - sum(ssd.values()) - self._spare(ssd)
-        needs = {u.index: self._aside(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
+        free = (self.ssd or 0) - sum(ssd.values()) - self._checkpoint_room_on_ssd(ssd)
+        needs = {
+            u.index: self._second_version(u, u.index in kept.weights, u.index in kept.moments)
+            for u in self.layout.units
+        }
         if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
         chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
@@ -362,14 +365,14 @@ class _Placer:
         ssd.update({VERSIONS: pages} if pages else {})
         return chosen
 
-    def _for_checkpoints(self, host: Mapping[str, int]) -> int:
+    def _checkpoint_room_in_ram(self, host: Mapping[str, int]) -> int:
         """Pages for new versions of states in RAM that a checkpoint has not written when their next update comes, if
         they fit. 0 if activations may go to RAM, which they do in every step."""
         if self.options.may_offload and self.device is not None:
             return 0
         return sum(host.get(state.name, 0) for state in self.layout.states) // MOVED_SHARE
 
-    def _spare(self, ssd: Mapping[str, int]) -> int:
+    def _checkpoint_room_on_ssd(self, ssd: Mapping[str, int]) -> int:
         """Pages on SSD for changes while checkpoints keep their own pages: as many checkpoints as requested, or as
         fit. Frozen weights do not change."""
         needed = sum(ssd.values()) - ssd.get(VERSIONS, 0)
@@ -378,8 +381,13 @@ class _Placer:
             return self.options.keep_checkpoints * state
         return state if needed + state <= (self.ssd or 0) else 0
 
-    def _add_spare(self, ssd: dict[str, int]) -> None:
-        needed, spare, available = sum(ssd.values()) - ssd.get(VERSIONS, 0), self._spare(ssd), self.ssd or 0
+    def _add_checkpoint_room(self, ssd: dict[str, int]) -> None:
+        """Add that room to the lines of SSD. Refuses a budget that is too small for all lines."""
+        needed, spare, available = (
+            sum(ssd.values()) - ssd.get(VERSIONS, 0),
+            self._checkpoint_room_on_ssd(ssd),
+            self.ssd or 0,
+        )
         if needed > available:
             self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
         if needed + spare > available:

@@ -322,7 +322,7 @@ class Leases:
                 return None if self._versions.fetchable(unit) is None else unit
         return None
 
-    def _useful(self, unit: int) -> float:
+    def _next_use_of_lease(self, unit: int) -> float:
         """The time of the next use of a lease of a unit. Infinite if an update ends the lease before."""
         use = self._order.next_use(unit)
         return inf if self._updated_before(unit, use) else use
@@ -404,7 +404,7 @@ class Leases:
         idle, lease = self._idle[slab], self._leases.get(unit)
         if lease is None or self.frames.slab_of(lease.run) != slab or not self._may_end(lease):
             idle.remove(unit)  # it comes back when it is idle again
-        elif -time != (useful := self._useful(unit)):
+        elif -time != (useful := self._next_use_of_lease(unit)):
             idle.put(unit, -useful, lease.run.count)
         else:
             return True
@@ -431,7 +431,7 @@ class Leases:
         """List a unit whose lease may make room."""
         lease = self._leases.get(unit)
         if lease is not None and not self._users[unit] and unit != self._last_used:
-            slab, time = self.frames.slab_of(lease.run), -self._useful(unit)
+            slab, time = self.frames.slab_of(lease.run), -self._next_use_of_lease(unit)
             self._idle[slab].put(unit, time, lease.run.count)
             self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
             self._no_room.pop(slab, None)

@@ -80,6 +80,8 @@ class GradientRecord:
 
 
 class UpdateState(Enum):
+    """How far an update is."""
+
     ASKING = auto()
     """The update is early. ASK asks whether anything refers to the weights, or the answer was that something
     does."""

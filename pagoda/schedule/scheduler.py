@@ -210,8 +210,8 @@ class Scheduler:
         self._pump(ranks_agree=False)
 
     def prepare_checkpoint(self) -> None:
-        """A checkpoint is requested. It can begin once `checkpoint_prepared` is true and asynchronous updates have
-        settled."""
+        """A checkpoint is requested. It can begin once `checkpoint_prepared` is true, and with asynchronous updates
+        after a drain."""
         self.updates.call_off_all()
         self._pump()
 

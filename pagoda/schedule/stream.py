@@ -334,7 +334,7 @@ class Stream:
         block = flow.begun[index] = Block(flow.unit, index, flow)
         flow.next += 1
         if not flow.has_more:
-            self._forget(flow)
+            self._unlist(flow)
         return block
 
     def _may_update(self, block: Block, flow: Flow) -> None:
@@ -368,7 +368,7 @@ class Stream:
             if block.is_read:
                 self._may_update(block, flow)
         if not flow.has_more:
-            self._forget(flow)
+            self._unlist(flow)
 
     def _drop_ahead(self, updater: _Updater) -> None:
         ahead, updater.ahead = updater.ahead, None
@@ -401,7 +401,7 @@ class Stream:
         flow.error = flow.error or error
         updater = self._updaters[flow.blocks.updater]
         flow.next, flow.not_updated = len(flow.order), flow.updating
-        self._forget(flow)
+        self._unlist(flow)
         self._note_used(flow)
         for block in [block for block in updater.waiting if block.flow is flow]:
             updater.waiting.remove(block)
@@ -422,7 +422,7 @@ class Stream:
         if len(self._suspended.get(flow, ())) == len(flow.begun) > 0:
             self._act(Do.SUSPEND, flow.update, flow.suspended_by)
 
-    def _forget(self, flow: Flow) -> None:
+    def _unlist(self, flow: Flow) -> None:
         """Every block of a flow has begun, or none will."""
         flows = self._updaters[flow.blocks.updater].flows
         if flow in flows:
