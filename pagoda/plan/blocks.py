@@ -19,11 +19,11 @@ class UnitBlocks(NamedTuple):
 
     bounds: Sequence[tuple[int, int]]
     """First and last element of each, counted from the first element that this rank updates of the unit."""
-    updater: int = 0
+    updater: int
     """Which updater has the unit: 0 (the CPU) or 1 (the device)."""
-    streamed: bool = False
+    streamed: bool
     """Whether states live on SSD, so that a block takes a slot of the ring."""
-    takes_place: bool = False
+    takes_place: bool
     """Whether a block takes a place of its updater while it is updated."""
     after: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     """Block -> earlier blocks that must have been written before it is read. Most have none."""

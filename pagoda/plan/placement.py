@@ -59,13 +59,13 @@ class Placement:
     """(unit, state) -> tier. A gradient's home is SSD if it may have to be spilled there."""
     lines: Mapping[str, Mapping[str, int]]
     """tier -> line -> pages."""
-    ring_slots: int = 0
+    ring_slots: int
     """Number of blocks in the ring: the least number, or more if RAM is left, so that reads run further ahead of
     updates. 0 without a ring."""
-    speculated: frozenset[int] = frozenset()
+    speculated: frozenset[int]
     """Units that are updated during backward as if nothing will be clipped. The new states replace the old ones once
     that is known."""
-    on_device: frozenset[int] = frozenset()
+    on_device: frozenset[int]
     """Units that the device updates. Their states that do not live there pass it."""
 
     @cached_property

@@ -46,11 +46,11 @@ class Plan:
     placement: Placement
     options: Options
     trace: Trace
-    activations: ActivationPlan = NO_BLOCKS
+    activations: ActivationPlan
     """The policies for activations, once their sizes are known from a step or an estimate."""
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[Exchange, ...]
     """What compute sends to other ranks."""
-    unit_limit: int = 0
+    unit_limit: int
     """The limit in bytes with which units were made."""
     notes: tuple[str, ...] = ()
     """Sentences that follow those of `reasons_for`."""

@@ -44,7 +44,7 @@ class Slices:
         packed: Mapping[str, Packed],
         ranks: Ranks,
         expert_units: frozenset[int],
-        page_bytes: int | None = None,
+        page_bytes: int | None,
     ) -> None:
         """Equal slices are whole pages of weights, except at the end of the last one, if `page_bytes` is given."""
         self._units = units

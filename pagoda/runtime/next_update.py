@@ -82,9 +82,9 @@ class Segment:
     start: int
     stop: int
     hyper: Hyper
-    noise: Key | None = None
+    noise: Key | None
     """Key of the random rounding of states, if rounding is random."""
-    origin: int = 0
+    origin: int
     """First element of its parameter, for `noise`."""
 
     def within(self, start: int, stop: int) -> Self:

@@ -54,7 +54,7 @@ class RunningUpdate(NamedTuple):
     """Ends when every state is in its home."""
     used: Callable[[], None]
     """Called when the gradient has been read."""
-    suspended: Callable[[BaseException], bool] = lambda _: False
+    suspended: Callable[[BaseException], bool]
     """Called when something has failed that can be done again. Returns whether the update waits for
     `UpdateStream.try_again`. If not, it fails."""
 

@@ -129,7 +129,7 @@ class Action(NamedTuple):
     do: Do
     about: Any
     """A Block for READ, UPDATE and WRITE. Otherwise the update that was asked for."""
-    error: BaseException | None = None
+    error: BaseException | None
     """For SUSPEND: the error of what will be tried again. For USED and END: the first error that ended the update."""
 
 
