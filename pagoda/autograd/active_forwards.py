@@ -82,7 +82,7 @@ class ActiveForwards:
                 return self._run(units, call, *args, **kwargs)
 
     def _begin_outermost(self) -> None:
-        """End what a second signal has cut off the end of."""
+        """End what a signal has kept from ending."""
         look()
         if self._resident:
             return
@@ -216,7 +216,7 @@ class ActiveForwards:
             self._enter(forward, unit)
 
     def _close(self, forward: _Forward) -> None:
-        """End a forward, and those inside it of which an exception has cut off the end."""
+        """End a forward, and those inside it that an exception has kept from ending."""
         while forward in self._running:
             last = self._running.pop()
             for unit in last.entered:

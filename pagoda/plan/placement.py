@@ -18,7 +18,7 @@ LINES_AFTER_STATES = (
     *(WEIGHT_BACK, GRAD, VERSIONS, GRAD_QUEUE, LEASES, UPDATE_RING, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT),
     *(WORK, COLLECTIVE_BUFFERS, SERVING, ACTIVATIONS),
 )
-"""The lines of a tier that are not homes of states, in the order in which tables show them."""
+"""The lines of a tier that follow the optimizer's states in tables, in this order."""
 MEANING: Mapping[str, str] = {
     WEIGHT_BACK: "room for new weights, while a step reads those without the last asynchronous updates",
     GRAD_QUEUE: "gradients that wait for their asynchronous update",

@@ -95,7 +95,7 @@ class BlockUpdate(NamedTuple):
 
 
 class UpdateStream:
-    """Carries out updates in the order in which the scheduler issues them, block by block.
+    """Carries out updates block by block, in the order that `Stream` decides.
 
     Any thread reports the end of its work to the stream, under one lock, and then starts what the stream lets begin.
     So a block is submitted to its lane by the thread that gives back the slot that it needs, and nothing waits.
@@ -124,7 +124,7 @@ class UpdateStream:
         """Whether an update fails for good if anything of it fails."""
 
     def submit(self, update: RunningUpdate) -> None:
-        """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.
+        """Carry out an update. Its handles end when it has ended, with or without an error.
 
         An error before it begins is not raised. A traceback keeps all that this thread's frames refer to, such as
         weights in a lease, and the error lives as long as the gradient.

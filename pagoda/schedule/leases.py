@@ -350,7 +350,7 @@ class Leases:
             yield lease
 
     def _make_room(self, count: int, needed_at: float) -> None:
-        """End leases that are needed last, and all only after `needed_at`, so that `count` adjacent frames are free."""
+        """End the leases that are used last, all after `needed_at`, so that `count` adjacent frames are free."""
         tried: list[tuple[int, float]] = []
         victims: list[PageRun] | None = None
         while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):

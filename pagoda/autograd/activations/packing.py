@@ -225,7 +225,7 @@ class Packing:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether packing is active in this thread. Ask it outside forwards: then only `block` is a reason."""
+        """Whether packing is active in this thread. Ask it outside forwards, where only `block` may be the reason."""
         if self.block is not None and self.block.locked():
             return False
         top = _top()
@@ -236,7 +236,7 @@ class Packing:
         return getattr(getattr(pack, "func", pack), "__self__", None) is self
 
     def end_leftovers(self) -> None:
-        """No forward runs in this thread. End what a signal's handler has cut off the end of."""
+        """No forward runs in this thread. End what a signal's handler has kept from ending."""
         self.leave_block()
         self._entered.clear()
         self._copies.clear()
