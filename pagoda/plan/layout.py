@@ -362,8 +362,8 @@ class Layout:
         return self.pages(unit, state) - self.trained_weight_pages(unit) if state in (WEIGHT, WEIGHT_BACK) else 0
 
     def lease_of(self, unit: UnitSpec) -> int:
-        """Pages of a lease: the whole unit, made from every rank's slice. The last slices are as long as the others. 0
-        for a unit that is used in RAM."""
+        """Pages of a lease: of the whole unit, with room for every rank's slice as if all were equally long. 0 for a
+        unit that is used in RAM."""
         if unit.on_host:
             return 0
         elements = unit.numel

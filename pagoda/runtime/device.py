@@ -189,9 +189,9 @@ class Device:
 
 
 class CudaDevice(Device):
-    """A GPU. There is one stream for copies in each direction, one for each pipe of updates, and one for communication
-    between ranks. They wait for events of compute's stream. A copy that waits for compute delays the copies behind it,
-    but no update.
+    """A GPU. There is one stream for copies in each direction, one for sums over gradients, one for each pipe of
+    updates, and one for communication between ranks. They wait for events of compute's stream. A copy that waits for
+    compute delays the copies behind it, but no update.
 
     Lanes queue their work and wait for its events (`Event.synchronize`, without the GIL). So once a handle has ended,
     its bytes have arrived for every thread and stream. Nothing uses `record_stream`: the lane keeps a tensor alive

@@ -182,8 +182,8 @@ class UpdateStream:
         self.wait_until_idle()
 
     def _is_repeatable(self, update: RunningUpdate) -> bool:
-        """Whether no state is changed where it was: it is on SSD, of which blocks are changed in the ring, or the new
-        one is elsewhere."""
+        """Whether no state is changed where it was: each is on SSD, so that blocks of it are changed in the ring, or its
+        new version is elsewhere."""
         read, write = update.extents
         on_ssd = (name for name in read if self._store.run_on_ssd(update.unit.index, name) is not None)
         return {*read} == {*on_ssd, *update.extents.moved, *(name for name in read if not write[name].count)}
@@ -288,7 +288,7 @@ class Updater:
     def reads(self, block: Block) -> Iterator[Handle]:
         """Submit the reads of a block's states on SSD into its slot."""
         update: RunningUpdate | None = block.update
-        # Where they are written: that has the old content at first, and what earlier blocks have written of a page.
+        # From the run that is written. It has the old content at first, and then what earlier blocks wrote to a page.
         runs = self._store.newest_runs(block.unit) if update is None else update.extents.write
         return self._transfers(LaneName.SSD_READ, block, runs)
 
