@@ -182,8 +182,8 @@ class UpdateStream:
         self.wait_until_idle()
 
     def _is_repeatable(self, update: RunningUpdate) -> bool:
-        """Whether no state is changed where it was: each is on SSD, so that blocks of it are changed in the ring, or its
-        new version is elsewhere."""
+        """Whether no state is changed where it was: each is on SSD, and its blocks are changed in the ring, or its new
+        version is elsewhere."""
         read, write = update.extents
         on_ssd = (name for name in read if self._store.run_on_ssd(update.unit.index, name) is not None)
         return {*read} == {*on_ssd, *update.extents.moved, *(name for name in read if not write[name].count)}
