@@ -225,8 +225,8 @@ class Packing:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether packing is active in this thread without a reason. Outside forwards, where this is asked, only `block`
-        is one."""
+        """Whether packing is active in this thread without a reason. Ask it outside forwards, where only `block` is
+        one."""
         if self.block is not None and self.block.locked():
             return False
         top = _top()
