@@ -49,7 +49,7 @@ class Plan:
     activations: ActivationPlan
     """The policies for activations, once their sizes are known from a step or an estimate."""
     exchanges: tuple[Exchange, ...]
-    """What compute sends to other ranks."""
+    """What compute exchanges with other ranks, and with the CPU."""
     unit_limit: int
     """The limit in bytes with which units were made."""
     notes: tuple[str, ...] = ()
@@ -227,19 +227,18 @@ def make_plan(
     `saved`: estimated sizes of activations, with policies. The plan then includes the bytes that these offload, and
     their moves.
 
-    `ranks`: the plan and its budgets are those of one rank, and `exchanges` is what compute sends to other ranks. If
-    ranks divide experts, `root` has the experts of one rank. If ranks hold different numbers of elements (`Slices`),
-    the plan is that of `rank`, or of the rank that holds most. Units and pages suit the rank that holds most, so they
-    are the same on all ranks.
+    `ranks`: the plan and its budgets are those of one rank. `exchanges`: as in `Plan`. Rows of embeddings that the
+    device looks up are left out. If ranks divide experts, `root` has the experts of one rank. If ranks hold different
+    numbers of elements (`Slices`), the plan is that of `rank`, or of the rank that holds most. Units and pages suit the
+    rank that holds most, so they are the same on all ranks.
 
     Raises BudgetError with tier, shortfall and setting if nothing fits, and ConfigError for a split whose share of
     updates or homes on the device is impossible.
     """
     passes = options.gradient_accumulation_steps or 1
     if ranks.shares_experts and any(root.experts()) and options.update_during_backward:
-        options = replace(
-            options, gradient_accumulation_steps=None
-        )  # a rank knows only at `step()` which experts others use
+        # A rank knows only at `step()` which experts others use.
+        options = replace(options, gradient_accumulation_steps=None)
     itemsize = states[0].dtype.itemsize
     on_host = lookups_asked(root, itemsize, options, budgets, ranks)
     try:

@@ -113,7 +113,7 @@ def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
 
 
 def exchanges_at(plan: Plan) -> Mapping[int, Sequence[Exchange]]:
-    """tick -> the exchanges with other ranks before compute starts an access, as often as they happen.
+    """tick -> the exchanges before compute starts an access, as often as they happen.
 
     In each forward and each backward, an exchange happens at the first access of a unit that belongs to its module: a
     unit inside it, or the one around it.
