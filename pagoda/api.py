@@ -188,7 +188,7 @@ class _Wrapping:
             )
         self._rule = rule.predicting(training.ahead)
         self._states = self._rule.states(training.chosen_precision)
-        check_features(Options.of(training, memory), self._states, training.tile_bytes is not None)
+        check_features(self._states, training.tile_bytes is not None)
         _check_activations(training, memory, model, mesh)
         if memory.adapt_after is not None and training.asynchronous:
             raise ConfigError(

@@ -258,7 +258,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "autograd/activations/packing.py": {
         "a graph may read weights of another step": (
-            "        if edition != self._version:",
+            "        if edition != self._edition:",
             "        if False:",
             "autograd/test_uses_of_parameters.py runtime/test_optimizer.py autograd/test_model_access.py",
         ),
@@ -690,7 +690,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_stream.py",
         ),
         "an update that was read ahead altogether stays in the queue": (
-            "        if not flow.has_more:\n            self._forget(flow)\n\n    def _drop_ahead",
+            "        if not flow.has_more:\n            self._unlist(flow)\n\n    def _drop_ahead",
             "\n    def _drop_ahead",
             "schedule/test_stream.py",
         ),

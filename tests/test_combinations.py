@@ -17,7 +17,6 @@ PAGE = Path(__file__).parent.parent / "docs" / "limits.md"
 BEGIN, END = "<!-- tests/test_combinations.py writes from here -->", "<!-- to here -->"
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.WHOLE: {"optimizer": pagoda.Muon(lr=1e-2)},
-    Feature.ASYNC: {"update": pagoda.Updates("async")},
     Feature.TILES: {"tiles": pagoda.Tiles(tile_limit="4KiB")},
 }
 

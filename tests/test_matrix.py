@@ -113,7 +113,6 @@ def features_of(case: Case) -> set[Feature]:
     """The features in some settings that do not work with all others; settings left out do not matter."""
     used = {
         Feature.WHOLE: case.get("rule") in WHOLE,
-        Feature.ASYNC: case.get("update") in LATE,
         Feature.TILES: case.get("tiles") == "layers",
     }
     return {feature for feature, is_used in used.items() if is_used}

@@ -26,8 +26,9 @@ class _Forward:
     phase: Phase
     thread: int = field(default_factory=threading.get_ident)
     entered: list[LiveUnit] = field(default_factory=list)
+    """The units that it has entered."""
     read: list[LiveUnit] = field(default_factory=list)
-    """Those of them that it entered only to read a parameter of another module."""
+    """Those of `entered` of which it only reads a parameter of another module."""
     written: list[str] = field(default_factory=list)
     """Parameters that it has written to."""
     packs: bool = False
@@ -81,7 +82,7 @@ class ActiveForwards:
                 return self._run(units, call, *args, **kwargs)
 
     def _begin_outermost(self) -> None:
-        """End what a second signal has cut off the end of."""
+        """End what a signal has kept from ending."""
         look()
         if self._resident:
             return
@@ -99,7 +100,7 @@ class ActiveForwards:
         if self._resident.issuperset(units) and self.runs_here and self._packing.is_innermost:
             self._accesses.computing()
             return call(*args, **kwargs)  # what it uses is leased for the forward around it
-        return self._run_alone(units, call, *args, **kwargs)
+        return self._run_leased(units, call, *args, **kwargs)
 
     @contextmanager
     def resident(self, units: Collection[LiveUnit]) -> Iterator[None]:
@@ -186,7 +187,7 @@ class ActiveForwards:
         """Whether a forward runs in this thread."""
         return bool(self._running) and self._running[-1].thread == threading.get_ident()
 
-    def _run_alone(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_leased(self, units: Iterable[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         _refuse_transforms()
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._running and not in_backward:
@@ -215,7 +216,7 @@ class ActiveForwards:
             self._enter(forward, unit)
 
     def _close(self, forward: _Forward) -> None:
-        """End a forward, and those inside it of which an exception has cut off the end."""
+        """End a forward, and those inside it that an exception has kept from ending."""
         while forward in self._running:
             last = self._running.pop()
             for unit in last.entered:

@@ -34,8 +34,8 @@ class ValuesCopy(NamedTuple):
     values: torch.Tensor
     """As they are in plain PyTorch. They may be changed."""
     before: tuple[torch.Tensor, torch.Tensor] | None
-    """Unless pages have the gradient in this form: `values` again, not to be changed, and the values that pages have,
-    flat, in fp32."""
+    """None if pages have the gradient in this form. Otherwise `values` again, not to be changed, and the same with the
+    precision that pages have, flat, in fp32."""
 
 
 class GradientValues:
@@ -116,7 +116,7 @@ class GradientValues:
         return self._accesses.compute_lock.run(self._read, unit, slot, asked_by)
 
     def _read(self, unit: LiveUnit, slot: int, asked_by: str) -> ValuesCopy:
-        with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
+        with self._together(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
             gradient = self._gradients.get(unit)
             assert gradient is not None, "a marker stands for it"
             with self._lent(gradient):
@@ -136,7 +136,7 @@ class GradientValues:
         self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: ValuesCopy | None
     ) -> None:
         dtype, scale = self._gradients.dtype(unit), self._scaler.scale
-        with self._alone(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
+        with self._together(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
             values = values.detach() if values.layout is torch.strided else values.detach().to_dense()
             flat = unit.stored(slot, values).reshape(-1)
             if flat.dtype is not dtype or scale != 1:
@@ -190,7 +190,7 @@ class GradientValues:
         return ValuesCopy(values, (values.clone(), kept.float() * factor))
 
     @contextmanager
-    def _alone(self, unit: LiveUnit, slot: int, asked_by: str) -> Iterator[None]:
+    def _together(self, unit: LiveUnit, slot: int, asked_by: str) -> Iterator[None]:
         """Inside, all ranks are at this point of their programs, and no gradient of the unit is on its way."""
         if self._late:
             raise UsageError(TOO_LATE.format(f"{asked_by} on the gradient of {unit.name(slot)!r}"))

@@ -53,6 +53,8 @@ def look_up(
 
 
 class _Lookup(torch.autograd.Function):
+    """A lookup whose backward adds up the gradients of a row in fp32."""
+
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, padding: int, by_frequency: bool) -> torch.Tensor:
         ctx.save_for_backward(ids)

@@ -1,7 +1,7 @@
 """Markers: what `param.grad` and `optimizer.state` show for values that lie in pages.
 
-A marker is a hidden tensor (`parameters/hidden.py`). That of a gradient exists as long as the gradient. After `step()`
-it stays until `zero_grad`, as the gradient does in plain PyTorch, but without values.
+A marker is a hidden tensor (`parameters/hidden.py`). That of a gradient stays until `zero_grad`, as the gradient does
+in plain PyTorch. After `step()` it has no values.
 """
 
 import weakref

@@ -16,7 +16,6 @@ from pagoda.forecast.search import Choice, search, usual
 from pagoda.forecast.tensor_parallel import tensor_part_of
 from pagoda.plan.activations import recomputes
 from pagoda.plan.combinations import check_features
-from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.simulate.timeline import Timeline
@@ -147,7 +146,7 @@ def _chosen(problem: Problem, choose: Callable[[Problem], Choice]) -> tuple[Prob
 
 def check_configured(config: PlanConfig) -> None:
     """Raises ConfigError if settings do not work together."""
-    check_features(Options.of(config, config.memory), config.states, config.tile_limit is not None)
+    check_features(config.states, config.tile_limit is not None)
 
 
 def _measured(config: PlanConfig, problem: Problem) -> Compute:

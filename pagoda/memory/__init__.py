@@ -2,8 +2,8 @@
 
 Independent of modules, plans and optimizers. The classes, from small to large:
 
-`PageRun` (consecutive pages) · `PagePool` (which pages are free) · `Arena` (the bytes of a RAM tier) · `Region` (pages
-of an arena) · `PageFile` and `StripedFile` (the bytes of an SSD tier) · `SlotTable` (which slot holds which page) ·
-`PageStore` (the files that stay on disk) · `SSDTier` (pages on top of these) · `PageSnapshot` and `CommittedPages`
-(earlier content of an SSD tier).
+`PageRun` (consecutive pages) · `PagePool` (which pages are free) · `VersionPool` (which runs hold versions of states) ·
+`Arena` (the bytes of a tier in memory) · `Region` (pages of an arena) · `PageFile` and `StripedFile` (the bytes of an
+SSD tier) · `SlotTable` (which slot holds which page) · `PageStore` (the files that stay on disk) · `SSDTier` (pages on
+top of these) · `PageSnapshot` and `CommittedPages` (earlier content of an SSD tier).
 """

@@ -14,7 +14,7 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.process import forks
 
 REGISTERED_BYTES = 64 << 30
-"""The most bytes that CUDA page-locks at once. Drivers of the 580 series fail from 512 GiB on."""
+"""The most bytes that one call page-locks. Drivers of the 580 series fail from 512 GiB on."""
 
 
 class CudaArena(Arena):

@@ -17,10 +17,8 @@ from pagoda.errors import StorageError
 
 TEMPORARY = ".tmp"
 """The suffix of a file's name while it is being written."""
-
-
 _MOST_BYTES = 1 << 28
-"""More bytes than a file has that is read as a whole, unless its reader says more."""
+"""Most bytes of a file that is read as a whole, unless the caller allows more."""
 
 
 class SyncError(StorageError):

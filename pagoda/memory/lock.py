@@ -39,7 +39,7 @@ class Lock:
 
     @property
     def descriptor(self) -> int:
-        """Of what is locked."""
+        """The descriptor of what is locked."""
         return self._held[0]
 
     def is_in_place(self) -> bool:

@@ -14,8 +14,8 @@ from pagoda.plan.tiers import HOST, SSD, LaneName
 from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 LEAST_OFFLOADED_BYTES = 64 << 10
-"""Smaller storages are not offloaded, unless the plan's pages are smaller. In RAM, pages of offloaded ones have this
-size."""
+"""Least size of a storage that is offloaded, and size of the pages of offloaded storages in RAM. The plan's page size
+takes its place if it is smaller."""
 _BUFFERED = 2
 """Number of storages on their way at once in each direction: one moves while the next is made or used."""
 _OPERANDS = 2
@@ -39,8 +39,8 @@ def recomputes(mode: ActivationMode | None) -> bool:
 
 
 def window_of(largest: int) -> int:
-    """Most bytes of offloaded storages that are on their way out at once, or back before they are used, if the largest
-    has so many bytes."""
+    """Most bytes of offloaded storages that are on their way out at once, or that come back before they are used.
+    `largest`: bytes of the largest one."""
     return _BUFFERED * largest
 
 
@@ -246,8 +246,8 @@ class Room:
         """`room` has the bytes of each tier. `rates` has bytes per second to a tier and back. Without rates, any number
         of bytes can be moved in time."""
         forward_s = _SHARE_OF_LANES * sum(block.forward_s for block in sizes.blocks)
+        # Backward takes twice as long as forward.
         movable = {tier: forward_s * min(out, 2 * back) for tier, (out, back) in rates.items()}
-        """Backward takes twice as long as forward."""
         return cls(kept, room.get(HOST, 0), room.get(SSD, 0), movable.get(HOST, inf), movable.get(SSD, inf))
 
 

@@ -19,11 +19,11 @@ class UnitBlocks(NamedTuple):
 
     bounds: Sequence[tuple[int, int]]
     """First and last element of each, counted from the first element that this rank updates of the unit."""
-    updater: int = 0
+    updater: int
     """Which updater has the unit: 0 (the CPU) or 1 (the device)."""
-    streamed: bool = False
+    streamed: bool
     """Whether states live on SSD, so that a block takes a slot of the ring."""
-    takes_place: bool = False
+    takes_place: bool
     """Whether a block takes a place of its updater while it is updated."""
     after: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     """Block -> earlier blocks that must have been written before it is read. Most have none."""
@@ -86,9 +86,9 @@ def _uniform(total: int, block: int) -> list[tuple[int, int]]:
 def _whole(
     layout: Layout, unit: UnitSpec, on_ssd: frozenset[str]
 ) -> tuple[list[tuple[int, int]], dict[int, tuple[int, ...]]]:
-    """The blocks of a rule that takes whole parameters, and which of them others come after. Parts of several
-    parameters may share a page of a state on SSD. So a block is read after all writes to its first page. An update may
-    leave out any of the blocks, so each names all of the others."""
+    """The blocks of a rule that takes whole parameters, and the earlier blocks that must be written before each. Parts
+    of several parameters may share a page of a state on SSD. So a block is read after all writes to its first page. An
+    update may leave out any block, so each names all earlier blocks in that page."""
     origin = layout.slices.updated(unit, layout.rank).start
     bounds: list[tuple[int, int]] = []
     after: dict[int, tuple[int, ...]] = {}

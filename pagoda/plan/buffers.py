@@ -4,11 +4,10 @@ LEASES_AHEAD = 2
 """Leases, each of the size of the largest unit, in addition to those in use at once: how far weights are fetched ahead
 of compute. Fewer if the budget is tight."""
 FETCH_SLOTS, FETCH_PIECE_BYTES = 4, 4 << 20
-"""Number and size of pieces of weights between SSD and a separate device at once."""
+"""Number and size of the pieces in which weights go from SSD through RAM to leases, at once."""
 
 BLOCK_ELEMENTS = 1 << 20
-"""Number of elements that an update kernel takes at a time. Its streams then take a few MiB, and two threads share a
-unit."""
+"""Most elements of a block of states that streams through the ring. It then takes a few MiB of each."""
 RING_SLOTS = 4
 """Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare."""
 DEVICE_SLOTS, WHOLE_SLOTS = 4, 2
@@ -24,9 +23,9 @@ MOST_LAUNCHED = 1 << 30
 STAGED = 4
 """Most gradients of the widest unit in the staging region, if units are updated during backward."""
 BOUNCE_ELEMENTS = 1 << 20
-"""Elements of a gradient whose squares are summed together."""
+"""Elements of a part of a gradient. The squares of a part are summed together."""
 MOST_BOUNCED, MOST_BOUNCE_BUFFERS = 4, 8
-"""Most such parts of a gradient that leave a separate device together, to be added, and most buffers for them."""
+"""Most parts in a buffer in which gradients from a separate device are added, and most such buffers."""
 
 ACTIVATION_BUFFERS = 4
 """Number of buffers between activations and SSD: two on their way out, two on their way back."""

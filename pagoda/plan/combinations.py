@@ -1,11 +1,10 @@
-"""The features that do not work together, with the reasons, in one table. All other pairs work."""
+"""The features that do not work together, with the reasons, in one table."""
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 
 from pagoda.errors import ConfigError
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.options import Options
 from pagoda.plan.ranks import Ranks
 
 
@@ -13,7 +12,6 @@ class Feature(StrEnum):
     """A setting that does not work with another one, as users write it."""
 
     WHOLE = "an optimizer that takes whole parameters (Adafactor, Muon)"
-    ASYNC = "update='async'"
     TILES = "tile_limit"
 
 
@@ -32,12 +30,11 @@ def why_not(used: Collection[Feature]) -> str | None:
     return None
 
 
-def check_features(options: Options, states: Sequence[StateSpec], tiled: bool) -> None:
-    """Raises ConfigError if features of a run do not work together. `states` are its optimizer's. `tiled`: whether
-    `tile_limit` is set."""
+def check_features(states: Sequence[StateSpec], tiled: bool) -> None:
+    """Raises ConfigError if features of a run do not work together. `states` are those of its optimizer. `tiled`:
+    whether `tile_limit` is set."""
     used = {
         Feature.WHOLE: states[0].whole is not None,
-        Feature.ASYNC: options.asynchronous,
         Feature.TILES: tiled,
     }
     if (why := why_not([feature for feature, is_used in used.items() if is_used])) is not None:

@@ -21,7 +21,7 @@ class DeviceHomes:
     at_home: frozenset[tuple[int, str]] = frozenset()
     """(unit, state) pairs, with gradients as states."""
     second_weights: Mapping[int, int] = field(default_factory=dict)
-    """unit -> room for another version of its weights, if other states of it pass the device."""
+    """unit -> pages for another version of its weights, if other states of it pass the device."""
 
     def states(self, unit: UnitSpec) -> list[str]:
         """The states of a unit that live there."""
@@ -57,10 +57,11 @@ def choose_device_homes(
 ) -> DeviceHomes:
     """What lives on a device with `device` pages: as much as fits the share of its memory that nothing else needs.
 
-    These are whole units: without a share, as many as let all others be leased at once. If not all can be, they are
-    mostly frozen units, such as layers with adapters: each step ends their leases, so all of their weights would be
-    fetched again. Or they are, `by_state`, the weights of the units that the device updates, then their gradients,
-    then the rest. The last unit is never among them, so there is always something to lease.
+    Without a share, whole units live there, as many as let all others be leased at once. If the others cannot be, only
+    mostly frozen units do, such as layers with adapters: each step ends their leases, so all of their weights would be
+    fetched again. With a share, whole units live there too, or `by_state` the weights of the units that the device
+    updates, then their gradients, their other states, and last whole other units. The last unit never lives there, so
+    there is always something to lease.
 
     `two_versions`: units whose weights are in two versions there, unless the whole unit lives there.
     """

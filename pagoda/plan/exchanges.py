@@ -53,10 +53,10 @@ def of_tokens(sent: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     elsewhere = (group - min(group, ranks.per_domain)) / max(1, group - 1)
     sharing = min(ranks.per_domain, ranks.data_parallel)
     found = []
-    for row, nbytes in sent.items():
+    for module, nbytes in sent.items():
         leaving = int(nbytes * elsewhere)
         straying = _straying(leaving, group, ranks)
-        found.append(Exchange(TOKENS, row, nbytes, leaving, straying, sharing, forward=2, backward=2))
+        found.append(Exchange(TOKENS, module, nbytes, leaving, straying, sharing, forward=2, backward=2))
     return found
 
 
@@ -133,10 +133,7 @@ def _straying(leaving: int, group: int, ranks: Ranks) -> int:
 
 
 def _crossing(ranks: Ranks, border: int) -> int:
-    """Most ranks of a domain whose counterpart in the next stage is in another domain.
-
-    Stage `border` is that next stage.
-    """
+    """Most ranks of stage `border` in one domain whose counterparts in the stage before it are in another domain."""
     crossing: Counter[int] = Counter()
     for rank in range(border * ranks.count, (border + 1) * ranks.count):
         domain = rank // ranks.per_domain

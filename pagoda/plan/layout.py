@@ -35,7 +35,7 @@ WEIGHT_BACK, GRAD_QUEUE = f"{WEIGHT}_back", "grad_queue"
 wait. In a checkpoint, WEIGHT_BACK is the weights that steps read while these lag."""
 
 SMALL = 64
-"""A state stays in RAM if it has less than one element for this many elements of the parameters."""
+"""A state with shapes of its own stays off SSD if it has at most one element for this many trained elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ class Layout:
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
-        """The states other than the weight that live in RAM or on SSD: what else stores the master, and the moments."""
+        """The states other than the weight that may live on SSD: what else stores the master, and the moments."""
         return tuple(state for state in self.states[1:] if state not in self.small)
 
     @cached_property
     def small(self) -> tuple[StateSpec, ...]:
-        """States with one element for many parameters: floors, factors, counts. They always live in RAM, because a
+        """States with one element for many parameters: floors, factors, counts. They never live on SSD, because a
         streamed block's share of one would be a few KiB, far less than a page."""
         most = sum(unit.trainable_numel for unit in self.units) // SMALL
         return tuple(
@@ -224,7 +224,7 @@ class Layout:
         return known.get(state, known[WEIGHT])
 
     def has(self, unit: UnitSpec, state: str) -> bool:
-        """Whether the parameters of a unit may have a state: all but what else stores the master of an fp32 weight."""
+        """Whether the parameters of a unit may have a state. Only fp32 weights lack one: what else stores a master."""
         return state in self._dtypes[unit.dtype] or state not in self._dtypes[None]
 
     @cached_property
@@ -325,7 +325,7 @@ class Layout:
 
     @cached_property
     def _counts(self) -> Counter[int]:
-        """How many units are like each of those that are the first of their size."""
+        """The first unit of each size -> the number of units of this size."""
         return Counter(self._alike)
 
     def of_all_ranks(self) -> list["Layout"]:
@@ -362,8 +362,8 @@ class Layout:
         return self.pages(unit, state) - self.trained_weight_pages(unit) if state in (WEIGHT, WEIGHT_BACK) else 0
 
     def lease_of(self, unit: UnitSpec) -> int:
-        """Pages of a lease: the whole unit, made from every rank's slice. The last slices are as long as the others. 0
-        for a unit that is used in RAM."""
+        """Pages of a lease: of the whole unit, with room for every rank's slice as if all were equally long. 0 for a
+        unit that is used in RAM."""
         if unit.on_host:
             return 0
         elements = unit.numel
@@ -385,7 +385,7 @@ class Layout:
     @cached_property
     def block_elements(self) -> int:
         """Elements of a streamed block. Every streamed state's share of it is whole pages. For a rule that takes whole
-        parameters, the elements of the largest one."""
+        parameters, the elements of the largest cut."""
         if self.weight.whole is not None:
             return max(1, self._widest_cut)
         streamed = (WEIGHT, *(state.name for state in self.moments))

@@ -29,7 +29,7 @@ class Options:
     """Whether weights lack the last step's update. If not, every update ends before the next forward of its unit."""
     speculate: bool = True
     """Whether units are updated during backward as if nothing will be clipped, if there is room for old and new states:
-    units with states on SSD, and with a separate device all others."""
+    units with moments on SSD, and with a separate device all others."""
     activations: ActivationMode = "keep"
     """What is done with activations."""
     partition_activations: bool = False

@@ -13,8 +13,7 @@ PACK_ELEMENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class ShapedSpan:
-    """The part of a state that belongs to a parameter or a block of one: elements [first, first + count) of the unit's
-    state."""
+    """The part of a unit's state that belongs to a parameter or a block of one: elements [first, first + count)."""
 
     first: int
     count: int
@@ -36,12 +35,12 @@ class Packed:
         return (span for spans, _ in self._units for span in spans if span is not None)
 
     def elements(self, unit: UnitSpec) -> int:
-        """Number of elements of a unit."""
+        """Number of elements of the state of a unit."""
         return self._units[unit.index][1]
 
     @property
     def total(self) -> int:
-        """Number of elements of all units."""
+        """Number of elements of the state of all units."""
         return sum(total for _, total in self._units)
 
     def before(self, unit: UnitSpec, element: int) -> int:

@@ -31,16 +31,16 @@ from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
 
 MOVED_SHARE = 4
-"""New versions during a checkpoint may take one of this many bytes of the states in RAM. Most states are written before
-their next update."""
+"""New versions of states in RAM during a checkpoint get at most one page for this many pages of states. Most states are
+written before their next update."""
 SPECULATED_SHARE = 0.75
-"""Share of the units with weights on the device, and other states elsewhere, that are updated speculatively: a second
-version of weights takes memory that keeps states at home. The others pass the device during the next forward, which
-takes about a quarter of a step."""
+"""Share of the units with weights on the device, and other states elsewhere, that are updated speculatively. A second
+version of weights takes memory from states. The last units pass the device during the next forward, which takes about a
+quarter of a step."""
 
 
 def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int = 2) -> Placement:
-    """Fill RAM with the states that save the most traffic per byte. The rest goes to SSD.
+    """Fill RAM with the states of which each byte saves the most traffic. The rest goes to SSD.
 
     A byte of weights on SSD costs up to four transfers per step (forward, backward, update in and out), a byte of
     gradients at least two, and a byte of moments two. So weights get RAM first, then gradients, then moments. Within
@@ -90,18 +90,19 @@ def _place_by_state(layout: Layout, budgets: Budgets, options: Options, staging_
 
 @dataclass(frozen=True, slots=True)
 class _InRam:
-    """Units whose weights, gradients and moments fit RAM, and the pages of the buffers for the others."""
+    """Units whose weights, gradients and moments need no SSD, and the pages of the buffers for the others."""
 
     weights: frozenset[int]
     grads: frozenset[int]
     moments: frozenset[int]
     staging: int
     leases: int = 0
-    """Pages of leases that are in RAM only because some weights live on SSD."""
+    """Pages that RAM has only because some weights live on SSD: for leases, or with a separate device for the fetch
+    ring."""
 
 
 class _Placer:
-    """Tries the levels of `place`, from everything in RAM to everything on SSD. All sizes are in pages."""
+    """Makes one placement, as `place` says. All sizes are in pages."""
 
     def __init__(
         self,
@@ -139,14 +140,14 @@ class _Placer:
         self.weight = {unit: weight[unit] for unit in sorted(weight, key=lambda unit: unit not in self.used_in_ram)}
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
         self.moment = self._by_unit(*(state.name for state in layout.moments))
-        if layout.shares_experts:  # two wait for their turn to be added up, and others' come before
+        if layout.shares_experts:  # while two wait for their turn to be added up, others come before them
             staging_buffers = max(staging_buffers, 3)
         self.grads, widest_grad = sum(self.grad.values()), max(self.grad.values())
         self.least_staging, self.most_staging = min(self.grads, staging_buffers * widest_grad), STAGED * widest_grad
         self.fixed = self._fixed_lines()
         self.reserved = sum(self.fixed.values())
         self.host = budgets.host // page - self.reserved
-        """Without the fixed lines."""
+        """Pages of RAM without the fixed lines."""
         self.frozen_on_ssd = 0
         """Pages on SSD that updates never change. Known once homes are."""
 
@@ -187,10 +188,10 @@ class _Placer:
         if slots:
             host[RING] = slots * slot
         spare, left = host.pop(VERSIONS, 0), self.host - sum(host.values())
-        if versions := max(spare, min(self._for_checkpoints(host), left)):
+        if versions := max(spare, min(self._checkpoint_room_in_ram(host), left)):
             host[VERSIONS] = versions
         host |= self.fixed
-        self._add_spare(ssd)
+        self._add_checkpoint_room(ssd)
         by_tier: dict[str, dict[str, int]] = {HOST: host, SSD: ssd, DEVICE: device}
         lines = {tier: pages for tier, pages in by_tier.items() if pages}
         return Placement(homes, lines, slots, speculated, on_device)
@@ -198,7 +199,7 @@ class _Placer:
     # --- host RAM -----------------------------------------------------------------------------------------
 
     def _divided(self) -> _InRam:
-        """The states that live in RAM: everything if it fits, otherwise weights, gradients and moments in this
+        """The states that need no SSD: everything if it fits, otherwise weights, gradients and moments in this
         order."""
         needed = self.needed_in_memory()
         if needed <= self.host:
@@ -221,8 +222,8 @@ class _Placer:
         return sum(self.weight.values()) + sum(self.moment.values()) + gradients
 
     def _divided_weights(self, everything: int) -> tuple[frozenset[int], int, int]:
-        """Units whose weights live in RAM, pages of leases, and pages left for gradients and moments. `everything` is
-        the number of pages that would be needed without SSD."""
+        """Units whose weights need no SSD, pages of leases or of the fetch ring, and pages left for gradients and
+        moments. `everything` is the number of pages that would be needed without SSD."""
         layout, weights = self.layout, sum(self.weight.values())
         taken = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=False)
         leased_anyway = LEASES in self.fixed
@@ -251,7 +252,7 @@ class _Placer:
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
 
     def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
-        """Units whose gradients live in RAM, and pages of the staging region."""
+        """Units whose gradients need no SSD, and pages of the staging region."""
         if self.during_backward:
             return frozenset(), min(self.most_staging, self.grads, left)
         if self.grads <= left:
@@ -325,11 +326,11 @@ class _Placer:
             most = max(-(-unit.trainable_numel // layout.block_elements) for unit in layout.units)
         return max(least, min(most, (self.host - taken) // slot))
 
-    def _aside(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
+    def _second_version(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
         """Pages in RAM and on SSD for another version of a unit's states. `weight_in` and `moments_in`: whether its
         weights and moments do not live on SSD. (0, 0) if it has no second version: if most of its weights are frozen,
-        these would take the room, and its update is short. Nor has a unit that lives on the device, whose update is
-        short too, unless other states pass the device.
+        these would take the room, and its update is short. A unit with weights on the device has none either, unless
+        other states of it pass the device.
         """
         if not unit.trainable_numel or (weight_in and unit.is_mostly_frozen):
             return 0, 0
@@ -349,8 +350,11 @@ class _Placer:
         if not self.speculates:
             return frozenset()
         left = self.host - sum(host.values()) - self.layout.least_ring_slots * slot
-        free = (self.ssd or 0) - sum(ssd.values()) - self._spare(ssd)
-        needs = {u.index: self._aside(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
+        free = (self.ssd or 0) - sum(ssd.values()) - self._checkpoint_room_on_ssd(ssd)
+        needs = {
+            u.index: self._second_version(u, u.index in kept.weights, u.index in kept.moments)
+            for u in self.layout.units
+        }
         if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
             needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
         chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
@@ -361,14 +365,14 @@ class _Placer:
         ssd.update({VERSIONS: pages} if pages else {})
         return chosen
 
-    def _for_checkpoints(self, host: Mapping[str, int]) -> int:
+    def _checkpoint_room_in_ram(self, host: Mapping[str, int]) -> int:
         """Pages for new versions of states in RAM that a checkpoint has not written when their next update comes, if
-        they fit. None if activations may go to RAM, which they do in every step."""
+        they fit. 0 if activations may go to RAM, which they do in every step."""
         if self.options.may_offload and self.device is not None:
             return 0
         return sum(host.get(state.name, 0) for state in self.layout.states) // MOVED_SHARE
 
-    def _spare(self, ssd: Mapping[str, int]) -> int:
+    def _checkpoint_room_on_ssd(self, ssd: Mapping[str, int]) -> int:
         """Pages on SSD for changes while checkpoints keep their own pages: as many checkpoints as requested, or as
         fit. Frozen weights do not change."""
         needed = sum(ssd.values()) - ssd.get(VERSIONS, 0)
@@ -377,8 +381,13 @@ class _Placer:
             return self.options.keep_checkpoints * state
         return state if needed + state <= (self.ssd or 0) else 0
 
-    def _add_spare(self, ssd: dict[str, int]) -> None:
-        needed, spare, available = sum(ssd.values()) - ssd.get(VERSIONS, 0), self._spare(ssd), self.ssd or 0
+    def _add_checkpoint_room(self, ssd: dict[str, int]) -> None:
+        """Add that room to the lines of SSD. Refuses a budget that is too small for all lines."""
+        needed, spare, available = (
+            sum(ssd.values()) - ssd.get(VERSIONS, 0),
+            self._checkpoint_room_on_ssd(ssd),
+            self.ssd or 0,
+        )
         if needed > available:
             self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
         if needed + spare > available:

@@ -18,7 +18,7 @@ LINES_AFTER_STATES = (
     *(WEIGHT_BACK, GRAD, VERSIONS, GRAD_QUEUE, LEASES, UPDATE_RING, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT),
     *(WORK, COLLECTIVE_BUFFERS, SERVING, ACTIVATIONS),
 )
-"""The lines of a tier that are not homes of states, in the order in which tables show them."""
+"""The lines of a tier that follow the optimizer's states in tables, in this order."""
 MEANING: Mapping[str, str] = {
     WEIGHT_BACK: "room for new weights, while a step reads those without the last asynchronous updates",
     GRAD_QUEUE: "gradients that wait for their asynchronous update",
@@ -27,7 +27,7 @@ MEANING: Mapping[str, str] = {
     UPDATE_RING: "blocks of state that pass through the device for their update",
     STAGING: "gradients on their way to an update or to SSD",
     RING: "blocks of state from SSD that pass through RAM for their update",
-    FETCH_RING: "pieces of weights on their way from SSD to the device",
+    FETCH_RING: "pieces of weights on their way from SSD to leases",
     BOUNCE: "pieces of gradients from the device that are added in RAM",
     CHECKPOINT: "a piece of state on its way to a checkpoint",
     WORK: "fp32 copies of the parameter that is being updated",
@@ -56,15 +56,16 @@ class Placement:
     """
 
     homes: Mapping[tuple[int, str], str]
-    """(unit, state) -> tier. A gradient's home is HOST, or SSD if it may have to be spilled there."""
+    """(unit, state) -> tier. A gradient's home is SSD if it may have to be spilled there."""
     lines: Mapping[str, Mapping[str, int]]
     """tier -> line -> pages."""
-    ring_slots: int = 0
-    """Number of blocks in the ring: RING_SLOTS, or more if RAM is left, so that reads run further ahead of updates."""
-    speculated: frozenset[int] = frozenset()
+    ring_slots: int
+    """Number of blocks in the ring: the least number, or more if RAM is left, so that reads run further ahead of
+    updates. 0 without a ring."""
+    speculated: frozenset[int]
     """Units that are updated during backward as if nothing will be clipped. The new states replace the old ones once
     that is known."""
-    on_device: frozenset[int] = frozenset()
+    on_device: frozenset[int]
     """Units that the device updates. Their states that do not live there pass it."""
 
     @cached_property

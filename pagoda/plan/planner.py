@@ -30,7 +30,7 @@ _BUFFERS = (
     *((BLOCK_ELEMENTS // part, 2) for part in (1, 2, 4)),
     *((BLOCK_ELEMENTS // part, 1) for part in (1, 2, 4, 8)),
 )
-"""Combinations to try, from large to small: elements of a streamed block, and gradients in the staging region. Small
+"""Combinations to try, in this order: elements of a streamed block, and gradients in the staging region. The smallest
 blocks come last: each transfer takes a core for about 0.2 ms, whatever its size."""
 
 _CHECKED = (DEVICE, HOST, SSD)
@@ -39,21 +39,21 @@ _CHECKED = (DEVICE, HOST, SSD)
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each extent lives, and in which order a step uses units. It never changes; `retraced` makes a new plan."""
+    """Where each extent lives, and in which order a step uses units. It never changes."""
 
     layout: Layout
     budgets: Budgets
     placement: Placement
     options: Options
     trace: Trace
-    activations: ActivationPlan = NO_BLOCKS
+    activations: ActivationPlan
     """The policies for activations, once their sizes are known from a step or an estimate."""
-    exchanges: tuple[Exchange, ...] = ()
-    """What compute sends to other ranks."""
-    unit_limit: int = 0
+    exchanges: tuple[Exchange, ...]
+    """What compute exchanges with other ranks, and with the CPU."""
+    unit_limit: int
     """The limit in bytes with which units were made."""
     notes: tuple[str, ...] = ()
-    """What a run says of it later."""
+    """Sentences that follow those of `reasons_for`."""
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -227,19 +227,18 @@ def make_plan(
     `saved`: estimated sizes of activations, with policies. The plan then includes the bytes that these offload, and
     their moves.
 
-    `ranks`: the plan and its budgets are those of one rank, and `exchanges` is what compute sends to other ranks. If
-    ranks divide experts, `root` has the experts of one rank. If ranks hold different numbers of elements (`Slices`),
-    the plan is that of `rank`, or of the rank that holds most. Units and pages suit the rank that holds most, so they
-    are the same on all ranks.
+    `ranks`: the plan and its budgets are those of one rank. `exchanges`: as in `Plan`. Rows of embeddings that the
+    device looks up are left out. If ranks divide experts, `root` has the experts of one rank. If ranks hold different
+    numbers of elements (`Slices`), the plan is that of `rank`, or of the rank that holds most. Units and pages suit the
+    rank that holds most, so they are the same on all ranks.
 
     Raises BudgetError with tier, shortfall and setting if nothing fits, and ConfigError for a split whose share of
     updates or homes on the device is impossible.
     """
     passes = options.gradient_accumulation_steps or 1
     if ranks.shares_experts and any(root.experts()) and options.update_during_backward:
-        options = replace(
-            options, gradient_accumulation_steps=None
-        )  # a rank knows only at `step()` which experts others use
+        # A rank knows only at `step()` which experts others use.
+        options = replace(options, gradient_accumulation_steps=None)
     itemsize = states[0].dtype.itemsize
     on_host = lookups_asked(root, itemsize, options, budgets, ranks)
     try:

@@ -12,9 +12,9 @@ Stage = Literal[1, 2, 3]
 class Ranks:
     """Data-parallel ranks that divide the training state as ZeRO does (arXiv 1910.02054).
 
-    Stage 1 divides the states that only the update needs, stage 2 also gradients, stage 3 also weights. A divided
-    extent is cut into equal slices, one per rank. So every rank's link to RAM and its part of the drives carry the same
-    load (bandwidth-centric partitioning of ZeRO-Infinity, arXiv 2104.07857).
+    Stage 1 divides the states that only the update needs, stage 2 also gradients, stage 3 also weights. Each rank has a
+    slice of every divided extent (`Slices`). So every rank's link to RAM and its part of the drives carry about the
+    same load (bandwidth-centric partitioning of ZeRO-Infinity, arXiv 2104.07857).
     """
 
     data_parallel: int

@@ -32,9 +32,9 @@ class Slices:
     """Divides the trainable elements of each unit into slices, one for each rank that shares it. Frozen elements are
     divided separately into equal slices, so that the rank that updates an element has its weight.
 
-    If the update may cut parameters anywhere, slices are equal. If it takes whole parameters, a slice is a sequence of
-    whole parameters, and the largest slice is as small as possible. The slices are assigned so that, over all units,
-    every rank has about equally much state.
+    If the update may cut parameters anywhere, slices are equal. If it takes some parameters whole, no slice cuts these,
+    and the largest slice is as small as possible. The slices are assigned so that, over all units, every rank has about
+    equally much state.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Slices:
         packed: Mapping[str, Packed],
         ranks: Ranks,
         expert_units: frozenset[int],
-        page_bytes: int | None = None,
+        page_bytes: int | None,
     ) -> None:
         """Equal slices are whole pages of weights, except at the end of the last one, if `page_bytes` is given."""
         self._units = units

@@ -23,7 +23,8 @@ class Traffic:
     """Bytes that each operation on one unit moves on one rank. For a collective, the bytes that the rank sends."""
 
     fetched: int
-    """FETCH: the weights, or this rank's slice of them, from their home to a lease. 0 if they are gathered in RAM."""
+    """FETCH: the weights, or this rank's slice of them, from their home to a lease. 0 if ranks gather slices from homes
+    in the tier of the lease."""
     gathered: int
     """FETCH: the slices of all ranks, until every rank has the whole unit."""
     reduced: int
@@ -31,7 +32,8 @@ class Traffic:
     merged: int
     """OFFLOAD: this rank's fp32 sums, to the ranks of other replicas with the same slice."""
     offloaded: int
-    """OFFLOAD: the gradient, from compute's memory to its buffer. 0 if autograd makes it in the memory of its home."""
+    """OFFLOAD: the gradient, from where autograd makes it to its buffer. 0 if its home is the device, or if the
+    unit computes in RAM."""
     buffer: int
     """SPILL and RELOAD: the pages of the gradient's buffer."""
     streamed: int
@@ -39,9 +41,9 @@ class Traffic:
     passed: int
     """UPDATE: states that come to the device and go back to RAM."""
     brought: int
-    """UPDATE: the gradient of each step, if it comes to the device."""
+    """UPDATE: the gradient, if it comes to the device from another home."""
     touched: int
-    """UPDATE: the bytes that its arithmetic reads and writes for each step."""
+    """UPDATE: the bytes that its arithmetic reads and writes."""
     published: int
     """UPDATE: the new weights, if every rank keeps all slices."""
     sent_from_ssd: int
@@ -111,7 +113,7 @@ def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
 
 
 def exchanges_at(plan: Plan) -> Mapping[int, Sequence[Exchange]]:
-    """tick -> the exchanges with other ranks before compute starts an access, as often as they happen.
+    """tick -> the exchanges before compute starts an access, as often as they happen.
 
     In each forward and each backward, an exchange happens at the first access of a unit that belongs to its module: a
     unit inside it, or the one around it.

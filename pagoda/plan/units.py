@@ -191,9 +191,9 @@ def first_limit(nbytes: int) -> int:
 def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpec, ...]:
     """Divide a module tree into units, top down.
 
-    A subtree whose weights fit `limit_bytes` is one unit. A larger subtree is split into its children, and the
-    parameters that it holds directly become a unit of their own, however large. A subtree with experts or modules that
-    are `apart` is split too, and none of these shares a unit with the modules around it. Units are in pre-order.
+    A subtree whose weights fit `limit_bytes` is one unit. A larger subtree, or one that `is_split`, is divided into its
+    children, and the parameters that it holds directly become a unit of their own, however large. Units are in
+    pre-order.
 
     A unit has one dtype. If parameters have several, there is a unit of each for the same module, and all of them are
     in use together.
@@ -240,7 +240,7 @@ def is_within(module: str, modules: Collection[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A module of a forward pass that needs a unit."""
+    """A module that needs a unit in a forward pass."""
 
     unit: int
     module: str
@@ -265,8 +265,8 @@ def forward_uses(root: ModuleSpec, units: tuple[UnitSpec, ...]) -> tuple[Use, ..
         for name in module.tied:
             use(module.name, [owner[name].index])
         for param in module.params:
-            root = owner[param.name].module
-            use(root, together[root])
+            owning = owner[param.name].module
+            use(owning, together[owning])
         for child in module.children:
             visit(child)
 
@@ -275,11 +275,8 @@ def forward_uses(root: ModuleSpec, units: tuple[UnitSpec, ...]) -> tuple[Use, ..
 
 
 def enclosing(units: tuple[UnitSpec, ...]) -> dict[int, frozenset[int]]:
-    """unit -> the units of the modules around its own module, and others of its own module. In forward they stay in use
-    while it runs.
-
-    A module around another one has units of its own only if it was split and holds parameters directly.
-    """
+    """unit -> the other units of its own module, and the units of the modules around it. They stay in use while its
+    module's forward runs."""
     by_module: dict[str, list[int]] = {}
     for unit in units:
         by_module.setdefault(unit.module, []).append(unit.index)

@@ -1,6 +1,6 @@
 """A pool of equal buffers through which bytes pass. Each serves one transfer at a time.
 
-Updates do not use it while they are under way: `schedule/stream.py` gives them the slots of their ring.
+Updates take no buffers from it: `schedule/stream.py` gives them the slots of their ring.
 """
 
 from collections.abc import Iterable, Iterator

@@ -68,7 +68,7 @@ class Capture:
         self._extents = extents
         self.frozen = store.ssd.snapshot() if store.ssd is not None and extents else None
         """The pages on SSD that the checkpoint keeps. Complete once `pieces` has ended."""
-        # An earlier checkpoint may keep the room until this one replaces it. If this one fails, the room stays taken.
+        # SSD may be full, because an earlier checkpoint keeps the room until this one replaces it.
         plan = store.plan
         full = store.ssd is not None and store.ssd.free_slots < plan.placement.changing_on_ssd(plan.layout)
         self.one_version = [unit.index for unit in plan.units if self._has_one_version_on_ssd(unit.index, full)]
@@ -197,8 +197,8 @@ class Saver:
         return job is not None and not job.done
 
     def start(self, work: Callable[[], None], on_error: Callable[[Exception], None] | None = None) -> None:
-        """Write a checkpoint in the background. The previous one must have ended. `on_error` gets the error of the
-        write, on its thread, in place of whoever waits."""
+        """Write a checkpoint in the background. The previous one must have been waited for. `on_error` gets the error
+        of the write, on its thread, in place of whoever waits."""
         assert self._job is None
 
         def write() -> None:

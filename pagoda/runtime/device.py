@@ -93,7 +93,7 @@ class Device:
     torch_device = torch.device("cpu")
 
     def arena(self, nbytes: int) -> Arena:
-        """The memory that leases are taken from."""
+        """`nbytes` of the device's memory, for pages."""
         return Arena(nbytes)
 
     def restart_peak(self) -> None:
@@ -112,7 +112,7 @@ class Device:
         arena.close()
 
     def host_arena(self, nbytes: int, locked: bool = True) -> Arena:
-        """RAM that `copy_in` reads and `copy_out` writes once it is locked."""
+        """RAM that `copy_in` reads and `copy_out` writes. It must be locked by then."""
         return Arena(nbytes)
 
     def warm_up(self, rule: Rule, precision: Precision, gradient: torch.dtype) -> None:
@@ -189,9 +189,9 @@ class Device:
 
 
 class CudaDevice(Device):
-    """A GPU. There is one stream for copies in each direction, one for each pipe of updates, and one for communication
-    between ranks. They wait for events of compute's stream. A copy that waits for compute delays the copies behind it,
-    but no update.
+    """A GPU. There is one stream for copies in each direction, one for sums over gradients, one for each pipe of
+    updates, and one for communication between ranks. They wait for events of compute's stream. A copy that waits for
+    compute delays the copies behind it, but no update.
 
     Lanes queue their work and wait for its events (`Event.synchronize`, without the GIL). So once a handle has ended,
     its bytes have arrived for every thread and stream. Nothing uses `record_stream`: the lane keeps a tensor alive
@@ -212,7 +212,7 @@ class CudaDevice(Device):
         """All streams that compute has used."""
         self._noting = threading.Lock()
         self._joined = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        """Only waits for all of these, if there are several."""
+        """If there are several, this one only waits for all of them."""
         self._arriving = [Arrival((), tuple)] * _ARRIVING
         """Gradients on their way, by the row of `_sums` and `_landed_sums` that they use."""
         self._turn = 0

@@ -357,7 +357,7 @@ class Executor:
         self._ended(operation, None if refused else error)
 
     def _save(self, operation: Save) -> None:
-        if self.capture is None:  # writing it has failed
+        if self.capture is None:  # it was given up
             self.driver.tell(self._scheduler.ended, operation)
         else:
             self._follow(operation, self.capture.read(operation.unit, operation.runs))

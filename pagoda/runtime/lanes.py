@@ -19,8 +19,6 @@ from pagoda.runtime.waiters import Waiters
 SSD_THREADS = 4
 """Number of threads of `ssd_read` and `ssd_write` for each drive. While some threads hash, the others keep the drive
 busy."""
-
-
 THREAD_NAMES = "pagoda-"
 """The names of all threads of this package begin with this."""
 
@@ -184,8 +182,6 @@ def all_of(handles: Sequence[Handle]) -> Handle:
 
 Work = Callable[[], Event | None]
 """The work of a lane. Work that only queues operations on a device returns the event behind them."""
-
-
 Report = Callable[[str, str, float, float, int], None]
 """Takes the lane and the label of work that has ended, its start and end (by `time.perf_counter`), and its bytes."""
 

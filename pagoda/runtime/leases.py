@@ -52,7 +52,7 @@ class LeasedWeights:
 
 
 class _Part(NamedTuple):
-    """Bytes of a lease, and their first byte in an extent or a piece of it."""
+    """Bytes of a lease, and where they begin in an extent or a piece of it."""
 
     target: torch.Tensor
     start: int
@@ -61,9 +61,9 @@ class _Part(NamedTuple):
 class Fetcher:
     """The tensors of every lease that the scheduler has asked for.
 
-    If compute can read a unit's home, the unit is leased in place, permanently. All other leases are frames of
-    a region, which the scheduler chooses. Each is the payload of the scheduler's lease. The compute thread calls `find`
-    and `of`. Everything else is called under the driver's lock.
+    If compute can read a unit's home, the unit is leased in place, permanently. All other leases are frames of a
+    region, which the scheduler chooses. Each is the payload of the scheduler's lease. `fetch` and `reclaim` are called
+    under the driver's lock.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class Fetcher:
         """Start to bring a unit's weights, or this rank's slice of them, from a run to `into` (uint8, whole pages),
         once compute has passed `free` and `after` have ended.
 
-        There are three ways: RAM to a separate device (h2d); SSD directly to frames in RAM (ssd_read); SSD to a
-        separate device through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
+        There are three ways: memory to memory (h2d); SSD directly to frames in RAM (ssd_read); SSD through the fetch
+        ring, whose slots pass from ssd_read to h2d, to a separate device or to a slice's place in a lease.
         """
         label = f"fetch {unit.spec.name}"
         is_sliced = self._store.shards.is_sliced(unit.spec, WEIGHT)

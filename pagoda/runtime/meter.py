@@ -16,7 +16,7 @@ from pagoda.simulate.timeline import TierUse
 
 
 class _Held:
-    """Units of memory in use over a step."""
+    """How much of a memory is in use over a step."""
 
     def __init__(self) -> None:
         self._now = self._most = 0

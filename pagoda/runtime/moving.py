@@ -35,7 +35,7 @@ class _Move(NamedTuple):
 
 def move_states(store: Store, plan: Plan, device: Device) -> None:
     """Move every state to its first run in another plan of the same units. Nothing may use states, leases or buffers
-    meanwhile. Leases and buffers of before are invalid afterwards. Then tell the scheduler, with an event.
+    meanwhile. Leases and buffers of before are invalid afterwards. `Scheduler.moved` must follow.
 
     RAM holds each state once, because what has moved returns its old pages to the system. States on a separate device
     pass through RAM.
@@ -125,7 +125,7 @@ def _is_in(region: Region, tensor: torch.Tensor) -> bool:
 
 
 def _discard_beside(region: Region, tensors: Sequence[torch.Tensor]) -> None:
-    """Return the pages of an arena to the system in which none of the tensors lie."""
+    """Return those pages of an arena to the system in which no tensor lies."""
     arena, at = region.arena, 0
     used = sorted((each.data_ptr() - arena.address, each.nbytes) for each in tensors if _is_in(region, each))
     for start, nbytes in (*used, (arena.nbytes, 0)):

@@ -15,7 +15,7 @@ Group = Mapping[str, Any]
 
 
 class Groups:
-    """The optimizer's param groups. Units know which of their parameters are in one."""
+    """The optimizer's param groups."""
 
     def __init__(self, units: Sequence[LiveUnit]) -> None:
         self.all: list[dict[str, Any]] = []
@@ -82,9 +82,9 @@ class Segment:
     start: int
     stop: int
     hyper: Hyper
-    noise: Key | None = None
+    noise: Key | None
     """Key of the random rounding of states, if rounding is random."""
-    origin: int = 0
+    origin: int
     """First element of its parameter, for `noise`."""
 
     def within(self, start: int, stop: int) -> Self:

@@ -69,8 +69,7 @@ class StepStats:
     """Number of units that were updated during backward before the norm was known, and whose update was kept because
     nothing was clipped."""
     updates_called_off: int = 0
-    """Number of units whose update during backward was called off, because gradients were clipped or states were asked
-    for."""
+    """Number of units whose update during backward was called off, for example because gradients were clipped."""
     activation_bytes: ActivationBytes = field(default_factory=ActivationBytes)
     """Bytes that graphs kept between forward and backward: in compute's memory at the peak of the step, and offloaded
     at most since `wrap()`."""

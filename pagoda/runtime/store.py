@@ -118,7 +118,7 @@ class Store:
         self._gradient_runs: dict[int, PageRun] = {}
         """unit -> the pages on SSD of its gradient."""
         self.gradients = {unit.index: self._open_gradients(unit) for unit in plan.units}
-        """unit -> all its gradient extents in memory. There are several if gradients wait for updates."""
+        """unit -> its gradient extents in memory. There are two with asynchronous updates."""
         slots = placement.ring_slots
         self.slots = [self.host.take(placement.pages(HOST, RING) // slots) for _ in range(slots)]
         """Slots through which states on SSD stream. Each serves one block at a time."""

@@ -118,8 +118,8 @@ class DeviceSlot(NamedTuple):
 class DeviceUpdater(Updater):
     """Updates blocks on the device, by an element-wise rule.
 
-    States that live on the device are updated in place, weights once compute has read them for the last time. Other
-    states come from RAM, or from SSD through the ring in RAM. A block of them is copied to a slot on the device,
+    States that live on the device are updated there, weights once compute has read them for the last time. Other states
+    come from RAM, or from SSD through the ring in RAM. A block of them is copied to a slot on the device,
     updated, and copied back. All three steps are in the pipe of the slot, so the device waits for no thread between
     them. Blocks of other slots move at the same time. The gradient is copied too, unless it lives on the device.
     An update ends when all its states are home, as on the CPU.

@@ -54,7 +54,7 @@ class RunningUpdate(NamedTuple):
     """Ends when every state is in its home."""
     used: Callable[[], None]
     """Called when the gradient has been read."""
-    suspended: Callable[[BaseException], bool] = lambda _: False
+    suspended: Callable[[BaseException], bool]
     """Called when something has failed that can be done again. Returns whether the update waits for
     `UpdateStream.try_again`. If not, it fails."""
 
@@ -91,11 +91,11 @@ class BlockUpdate(NamedTuple):
     slot: Region | None
     """Where its states on SSD are, if it has any."""
     place: int | None
-    """Its place on the device, if it passes it."""
+    """Its place with its updater, if it takes one. On the device, that is a slot."""
 
 
 class UpdateStream:
-    """Carries out updates in the order in which the scheduler issues them, block by block.
+    """Carries out updates block by block, in the order that `Stream` decides.
 
     Any thread reports the end of its work to the stream, under one lock, and then starts what the stream lets begin.
     So a block is submitted to its lane by the thread that gives back the slot that it needs, and nothing waits.
@@ -124,7 +124,7 @@ class UpdateStream:
         """Whether an update fails for good if anything of it fails."""
 
     def submit(self, update: RunningUpdate) -> None:
-        """Carry out an update after the ones before it. Its handles end when it has ended, with or without an error.
+        """Carry out an update. Its handles end when it has ended, with or without an error.
 
         An error before it begins is not raised. A traceback keeps all that this thread's frames refer to, such as
         weights in a lease, and the error lives as long as the gradient.
@@ -182,8 +182,8 @@ class UpdateStream:
         self.wait_until_idle()
 
     def _is_repeatable(self, update: RunningUpdate) -> bool:
-        """Whether no state is changed where it was: it is on SSD, of which blocks are changed in the ring, or the new
-        one is elsewhere."""
+        """Whether no state is changed where it was: each is on SSD, and its blocks are changed in the ring, or its new
+        version is elsewhere."""
         read, write = update.extents
         on_ssd = (name for name in read if self._store.run_on_ssd(update.unit.index, name) is not None)
         return {*read} == {*on_ssd, *update.extents.moved, *(name for name in read if not write[name].count)}
@@ -288,7 +288,7 @@ class Updater:
     def reads(self, block: Block) -> Iterator[Handle]:
         """Submit the reads of a block's states on SSD into its slot."""
         update: RunningUpdate | None = block.update
-        # Where they are written: that has the old content at first, and what earlier blocks have written of a page.
+        # From the run that is written. It has the old content at first, and then what earlier blocks wrote to a page.
         runs = self._store.newest_runs(block.unit) if update is None else update.extents.write
         return self._transfers(LaneName.SSD_READ, block, runs)
 

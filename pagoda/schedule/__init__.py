@@ -22,13 +22,13 @@ The scheduler has seven parts, each in a file that states its invariants. Each k
                     CONFIRM, SHARE, READ_AHEAD
     staleness.py    which steps see asynchronous updates
 
-Two files are no parts of the scheduler. `stream.py` is a state machine of its own, which orders the blocks of the
-UPDATEs that the scheduler issues. `activations.py` decides when offloaded activations leave and come back.
 `records.py` has what the parts know of each lease, gradient, update and unit. `scheduler.py` connects the parts. It
 passes each event to the parts that it concerns, in a fixed order. Then it lets each part start what can start now
-("pump").
-State changes only in events. Only the executor knows whether a tensor still refers to a lease, so a question (EVICT,
-OUTDATE, ASK) asks it.
+("pump"). State changes only in events. Only the executor knows whether a tensor still refers to a lease, so a question
+(EVICT, OUTDATE, ASK) asks it.
+
+Two further state machines are no parts of the scheduler. `stream.py` orders the blocks of the UPDATEs that the
+scheduler issues. `activations.py` decides when offloaded activations leave and come back.
 
 These rules hold for any order of events. `tests/worlds` tests them:
 

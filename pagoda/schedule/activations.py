@@ -6,8 +6,8 @@ Forward saves activations, and backward uses them in reverse order. A live run a
   is leaving;
 - in backward, up to a `window` of the bytes that are used next is on its way back, or is back.
 
-They are no part of `Scheduler`. They need neither its trace nor its frames, and an activation that backward does not
-use is over when its graph is gone. The driver says so; no event of a step does.
+They are no part of `Scheduler`, because they need neither its trace nor its frames. An activation that backward does
+not use is over when its graph is gone. No event of a step says so; the driver does.
 """
 
 from collections.abc import Callable

@@ -64,7 +64,7 @@ class LoggedScheduler(Scheduler):
         return {"access": [argument.unit, argument.phase]} if isinstance(argument, Access) else None
 
 
-def open_scheduler(plan: Plan, rank: int | None = None) -> Scheduler:
+def open_scheduler(plan: Plan, rank: int | None) -> Scheduler:
     """The scheduler of a live run. It writes a log if the environment variable PAGODA_EVENT_LOG names a file.
 
     Several ranks write FILE.0, FILE.1, and so on. `rank` is None if there is only one.

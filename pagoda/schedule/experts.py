@@ -13,9 +13,10 @@ _FIRST_DECISION, _LONGEST_WAIT = 4, 1000
 class ExpertHistory:
     """Which units of experts are steady: all steps use them equally, so they are in the trace and are fetched ahead.
 
-    At first, no unit is steady. The first decision comes after 4 steps. Each later one comes after twice as many steps
-    as before. The steady units are those that every step since the previous decision has used equally often. So routing
-    rarely causes a new trace. A steady unit that the last step did not use is not fetched ahead.
+    At first, no unit is steady. The first decision comes after 4 steps, and each later one after twice as many steps as
+    the one before, or after 1000 more. The steady units are those that every step since the previous decision has used
+    equally often. So routing rarely causes a new trace. A steady unit that the last step did not use is not fetched
+    ahead.
     """
 
     def __init__(self, routed: frozenset[int]) -> None:

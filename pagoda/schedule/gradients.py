@@ -3,10 +3,10 @@
 This file has decisions only. The tensors of gradients are in `runtime/gradients.py`.
 
 A record is the gradient of a unit for one step. It begins when autograd or another rank makes the first part of it, and
-it ends when its update has used it. A unit whose gradients always fit in RAM has buffers of its own, one for each step
-whose gradients may be there. The other units share the pages for buffers. If a complete gradient will wait for its
-update on SSD, it is written there at once, and keeps its buffer until another gradient needs the pages. So a gradient
-that is used soon is never read back from SSD.
+it ends when its update has used it. A unit whose gradients are never on SSD may have buffers of its own, one for each
+step whose gradients may wait. The other units share the pages for buffers. If SSD has room, a complete gradient in
+shared pages that waits for `step()` is written there at once, and keeps its buffer until another gradient needs the
+pages. So a gradient that is used soon is not read back from SSD.
 """
 
 from bisect import insort
@@ -59,7 +59,7 @@ class Gradients:
     # --- events ---
 
     def begin(self, unit: int, step: int, payload: Any = None) -> GradientRecord:
-        """The record of this step. It begins here, with this payload, if the unit has none."""
+        """A unit's record of this step. If the unit has none, it begins here, with this payload."""
         record = self._records.get(unit)
         if record is None:
             record = self._records[unit] = GradientRecord(unit, step, payload=payload)

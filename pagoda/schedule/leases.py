@@ -7,7 +7,7 @@ strategies" (SIGMETRICS 1995): fetch the next missing unit as soon as frames all
 furthest away, and never evict a unit that is needed before the one that it makes room for.
 
 A lease is filled, ends when it is evicted or its weights change, and is reclaimed: then its frames are free. If it ends
-before it is filled, it is reclaimed once its fetch has ended.
+before it is filled, it is reclaimed once it is.
 
 A graph that will run backward, or a tensor of the user, may still refer to the frames of an ended lease. Only the
 executor knows, so EVICT or OUTDATE asks it. If something still refers to the frames, `let_go` comes when nothing does.
@@ -36,8 +36,6 @@ MOST_PREFETCHES = 2
 ahead of compute leases are filled depends on their frames alone (`plan/buffers.py`, LEASES_AHEAD)."""
 _CANDIDATES = 16
 """The number of slabs in which a prefetch looks for frames. A fetch for which compute waits looks in all slabs."""
-
-
 _MOST_STALE = 4
 """If the heap has more entries per unit than this, it is rebuilt without its outdated entries."""
 
@@ -64,8 +62,8 @@ class Agenda:
             heapify(self._heap)
 
     def in_order(self) -> Generator[tuple[float, int]]:
-        """Every time and its unit, the least first. Meanwhile units may be removed or get other times. A unit that got
-        one when it was yielded comes again at that time. Close it before anything else is asked."""
+        """Every time and its unit, the least first. Meanwhile units may be removed or get other times. A unit that gets
+        another time when it is yielded comes again at that time. Close the generator before anything else is asked."""
         taken: dict[tuple[float, int, int], None] = {}
         try:
             while self.first() is not None:
@@ -134,7 +132,7 @@ class Leases:
         """By slab, units whose lease may make room, by minus the time of the lease's next use. That time may have
         passed."""
         self._idle_slabs = Agenda()
-        """Slabs that may have such units, by the time of the slab's first unit in `_idle`."""
+        """Slabs that may have such units, by the least time in their `_idle`."""
         self._no_room: dict[int, tuple[int, float]] = {}
         """Slab -> the frames and the time for which its leases could not make room. It holds for more frames and later
         times, too. It is forgotten when a lease there becomes idle or free. An expected use that does not happen does
@@ -324,7 +322,7 @@ class Leases:
                 return None if self._versions.fetchable(unit) is None else unit
         return None
 
-    def _useful(self, unit: int) -> float:
+    def _next_use_of_lease(self, unit: int) -> float:
         """The time of the next use of a lease of a unit. Infinite if an update ends the lease before."""
         use = self._order.next_use(unit)
         return inf if self._updated_before(unit, use) else use
@@ -352,7 +350,7 @@ class Leases:
             yield lease
 
     def _make_room(self, count: int, needed_at: float) -> None:
-        """End leases that are needed last, and all only after `needed_at`, so that `count` adjacent frames are free."""
+        """End the leases that are used last, all after `needed_at`, so that `count` adjacent frames are free."""
         tried: list[tuple[int, float]] = []
         victims: list[PageRun] | None = None
         while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
@@ -406,7 +404,7 @@ class Leases:
         idle, lease = self._idle[slab], self._leases.get(unit)
         if lease is None or self.frames.slab_of(lease.run) != slab or not self._may_end(lease):
             idle.remove(unit)  # it comes back when it is idle again
-        elif -time != (useful := self._useful(unit)):
+        elif -time != (useful := self._next_use_of_lease(unit)):
             idle.put(unit, -useful, lease.run.count)
         else:
             return True
@@ -433,7 +431,7 @@ class Leases:
         """List a unit whose lease may make room."""
         lease = self._leases.get(unit)
         if lease is not None and not self._users[unit] and unit != self._last_used:
-            slab, time = self.frames.slab_of(lease.run), -self._useful(unit)
+            slab, time = self.frames.slab_of(lease.run), -self._next_use_of_lease(unit)
             self._idle[slab].put(unit, time, lease.run.count)
             self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
             self._no_room.pop(slab, None)

@@ -37,7 +37,8 @@ class Fetch(Operation):
 
     lease: Lease
     awaited: GradientRecord | None
-    """If ranks must agree: the gradient whose update it waits for, because that makes the version to read."""
+    """If ranks must agree: the gradient whose update makes the version to read, unless all of that version is
+    written."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,21 +49,21 @@ class Question(Operation):
 
 @dataclass(eq=False, slots=True)
 class Evict(Question):
-    """Of a lease that has ended to make room for another. Its frames are given back if nothing refers to them."""
+    """About a lease that has ended to make room for another. Its frames are given back if nothing refers to them."""
 
     lease: Lease
 
 
 @dataclass(eq=False, slots=True)
 class Outdate(Question):
-    """Of a lease that has ended because its weights change, or could not be fetched. Frames are given back too."""
+    """About a lease that has ended because its weights change, or could not be fetched. Frames are given back too."""
 
     lease: Lease
 
 
 @dataclass(eq=False, slots=True)
 class Ask(Question):
-    """Of the weights that an update would change: one before `step()`, or one that has to move them."""
+    """About the weights that an update would change: one before `step()`, or one that has to move them."""
 
     update: UpdateRecord
 
@@ -111,7 +112,7 @@ class Offload(GradientMove):
     """Copy the gradient that autograd has just made to the buffer, or add it there."""
 
     delivery: Any
-    """What the event `gradient` told of this part of the gradient."""
+    """What the event `gradient` or `reduce` told of this part of the gradient."""
 
 
 @dataclass(eq=False, slots=True)
@@ -204,11 +205,12 @@ class SchedulePlan:
     units: Sequence[UnitPlan]
     trace: Trace
     frame_pool: int = 0
-    """Frames for leases. At least twice the largest lease, so that one unit can be fetched while another is in use."""
+    """Frames for leases: for all of them, or at least twice the largest, so that one unit can be fetched while another
+    is in use."""
     frame_slab: int = 0
     """Frames per slab. No lease crosses a border of slabs. 0: the size of the largest lease."""
     buffer_pool: int = 0
-    """Pages for gradient buffers that units share. At least twice the largest buffer."""
+    """Pages for gradient buffers that units share."""
     buffer_slab: int = 0
     """Like `frame_slab`, for gradient buffers."""
     spills: bool = True
@@ -220,7 +222,7 @@ class SchedulePlan:
     during_backward: bool = False
     """Whether units are updated as soon as backward has finished with them, because nothing will be clipped."""
     asynchronous: bool = False
-    """Whether the weights that a step reads lack the step before, so that its updates have a step's time to run."""
+    """Whether the weights that a step reads lack the gradient of the step before, whose updates run meanwhile."""
     ranks_fetch_alike: bool = False
     """Whether several ranks must fetch the same leases in the same order. Then only events of compute decide on
     fetches, and not the ends of operations."""

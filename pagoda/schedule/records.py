@@ -1,7 +1,7 @@
 """The scheduler's records: of each lease, each gradient, each update, and the weights of each unit.
 
-They are the only ones of their kind. `payload` holds what the executor knows of the same thing, such as a tensor or a
-handle. The scheduler never reads a payload, and nobody else changes anything else of a record.
+`payload` holds what the executor knows of the same thing, such as a tensor or a handle. The scheduler never reads a
+payload, and nobody else changes any other field.
 """
 
 from dataclasses import dataclass, field
@@ -80,6 +80,8 @@ class GradientRecord:
 
 
 class UpdateState(Enum):
+    """How far an update is."""
+
     ASKING = auto()
     """The update is early. ASK asks whether anything refers to the weights, or the answer was that something
     does."""
@@ -95,6 +97,7 @@ class UpdateRecord:
 
     unit: int
     record: GradientRecord
+    """The gradient that it uses."""
     speculative: bool = False
     """True until `step()` confirms the update."""
     state: UpdateState = UpdateState.QUEUED
@@ -103,8 +106,7 @@ class UpdateRecord:
     urgent: bool = False
     """Whether compute waits for the update."""
     runs: tuple[PageRun, ...] = ()
-    """Where the update writes each state, once it runs. A state that nobody else may read is written where it
-    is."""
+    """Where the update writes each state, once it runs."""
     may_move: bool = False
     """Whether nothing refers to weights that compute reads where they are, so that their next version may be
     elsewhere."""
@@ -127,7 +129,7 @@ class Weights:
     newest: int = 0
     """The version that the latest final update has written."""
     due: int = 0
-    """The number of steps that have requested an update which was not refused."""
+    """The number of steps that have requested an update, without updates that were refused."""
     lag: int = 0
     """1 if accesses do not see the latest of these steps yet, which only asynchronous updates do. Otherwise 0."""
     runs: tuple[PageRun, ...] = ()

@@ -48,7 +48,8 @@ class Scheduler:
     """Turns events into operations (`take`). Deterministic: the same events give the same operations.
 
     Events are the public methods that return nothing. The caller reports them one at a time (`runtime/driver.py` holds
-    a lock for that) and passes operations to lanes. Questions here change nothing.
+    a lock for that) and passes operations to lanes. All other public methods but `take` are questions, and change
+    nothing.
     """
 
     def __init__(self, plan: SchedulePlan) -> None:
@@ -209,8 +210,8 @@ class Scheduler:
         self._pump(ranks_agree=False)
 
     def prepare_checkpoint(self) -> None:
-        """A checkpoint is requested. It can begin once `checkpoint_prepared` is true and asynchronous updates have
-        settled."""
+        """A checkpoint is requested. It can begin once `checkpoint_prepared` is true, and with asynchronous updates
+        after a drain."""
         self.updates.call_off_all()
         self._pump()
 
@@ -328,7 +329,7 @@ class Scheduler:
         return out
 
     def weights(self, unit: int) -> Weights:
-        """The record of a unit's weights: its versions, updates and extents."""
+        """The record of a unit's weights: its versions, updates and runs."""
         return self.versions.of[unit]
 
     def lease(self, unit: int) -> Lease | None:

@@ -71,7 +71,7 @@ class Block:
     """Its place in the updater's room, while it is updated, if it takes one."""
     is_read: bool = False
     payload: Any = None
-    """For the world that carries out its actions. The stream does not use it."""
+    """For whoever carries out its actions. The stream does not use it."""
 
     @property
     def update(self) -> Any:
@@ -86,7 +86,7 @@ class Flow:
     unit: int
     blocks: UnitBlocks
     order: Sequence[int]
-    """The blocks that it consists of, in ascending order."""
+    """Numbers of the blocks that it consists of, in ascending order."""
     update: Any = None
     """What was asked for. None while it is only read ahead."""
     repeatable: bool = False
@@ -129,7 +129,7 @@ class Action(NamedTuple):
     do: Do
     about: Any
     """A Block for READ, UPDATE and WRITE. Otherwise the update that was asked for."""
-    error: BaseException | None = None
+    error: BaseException | None
     """For SUSPEND: the error of what will be tried again. For USED and END: the first error that ended the update."""
 
 
@@ -231,7 +231,7 @@ class Stream:
         self._go_on()
 
     def give_up(self, update: Any = None) -> None:
-        """Try what has failed of an update, or of all updates, not again. It ends its update."""
+        """Do not try again what has failed of an update, or of all updates. It ends its update."""
         for flow in [*self._suspended]:
             if update is None or flow.update is update:
                 self._fail(flow, flow.suspended_by)
@@ -334,7 +334,7 @@ class Stream:
         block = flow.begun[index] = Block(flow.unit, index, flow)
         flow.next += 1
         if not flow.has_more:
-            self._forget(flow)
+            self._unlist(flow)
         return block
 
     def _may_update(self, block: Block, flow: Flow) -> None:
@@ -351,8 +351,8 @@ class Stream:
         self._act(Do.UPDATE, block)
 
     def _use_ahead(self, updater: _Updater, flow: Flow) -> None:
-        """An update of a streamed unit was asked for. Its blocks that were read ahead are read. All others are
-        dropped."""
+        """An update of a streamed unit was asked for. It takes over its blocks that were read ahead. All others that
+        were read ahead are dropped."""
         ahead = updater.ahead
         if ahead is None or ahead.unit != flow.unit:
             self._drop_ahead(updater)
@@ -368,7 +368,7 @@ class Stream:
             if block.is_read:
                 self._may_update(block, flow)
         if not flow.has_more:
-            self._forget(flow)
+            self._unlist(flow)
 
     def _drop_ahead(self, updater: _Updater) -> None:
         ahead, updater.ahead = updater.ahead, None
@@ -401,7 +401,7 @@ class Stream:
         flow.error = flow.error or error
         updater = self._updaters[flow.blocks.updater]
         flow.next, flow.not_updated = len(flow.order), flow.updating
-        self._forget(flow)
+        self._unlist(flow)
         self._note_used(flow)
         for block in [block for block in updater.waiting if block.flow is flow]:
             updater.waiting.remove(block)
@@ -422,8 +422,8 @@ class Stream:
         if len(self._suspended.get(flow, ())) == len(flow.begun) > 0:
             self._act(Do.SUSPEND, flow.update, flow.suspended_by)
 
-    def _forget(self, flow: Flow) -> None:
-        """A flow has no block that has not begun."""
+    def _unlist(self, flow: Flow) -> None:
+        """Every block of a flow has begun, or none will."""
         flows = self._updaters[flow.blocks.updater].flows
         if flow in flows:
             flows.remove(flow)

@@ -57,10 +57,10 @@ class UpdateSchedule:
         self._sequence = count()
         self._admitted = [0, 0]
         """By updater, the number of updates under way."""
-        self._before = -1
-        """The unit whose UPDATE was issued last, for the updater that streams states from SSD."""
-        self._after: dict[int, int] = {}
-        """unit -> the unit whose UPDATE followed it the last time."""
+        self._latest = -1
+        """The unit whose UPDATE was issued last, among those that the CPU updates or that read states from SSD."""
+        self._followed_by: dict[int, int] = {}
+        """unit -> the unit among these whose UPDATE followed it the last time."""
         self._ahead = -1
         """The unit that is being read ahead, or -1."""
         self._may_read_ahead = True
@@ -386,7 +386,7 @@ class UpdateSchedule:
         The unit that backward updates last is the first that the next forward needs. Without reading ahead, that
         forward waits for all of the unit's states.
         """
-        unit = self._after.get(self._before, -1)
+        unit = self._followed_by.get(self._latest, -1)
         if unit in (-1, self._ahead) or self._plan.asynchronous or not self._may_read_ahead or self._versions.failed:
             return
         weights = self._versions.of[unit]
@@ -459,8 +459,8 @@ class UpdateSchedule:
         update.state = UpdateState.RUNNING
         plan = self._plan.units[update.unit]
         if plan.streamed or not plan.updater:
-            self._after[self._before] = update.unit
-            self._before, self._ahead = update.unit, -1
+            self._followed_by[self._latest] = update.unit
+            self._latest, self._ahead = update.unit, -1
         self._versions.begin_read(update.unit, update)
         self._issue(Update(update.unit, update, self._versions.of[update.unit].newest + 1))
 
@@ -486,7 +486,7 @@ class UpdateSchedule:
             self._push(weights.update)
 
     def _settled(self, unit: int) -> None:
-        """The states of a unit are again consistent with a step."""
+        """A unit's states are those of one step again."""
         if self._checkpoint.wake(unit):
             self._wake_all()
         self._leases.changes = True

@@ -4,7 +4,7 @@ A version is the number of steps whose gradients the states contain. A version t
 changed. An update changes states in place if nothing needs their old version. Otherwise it writes them to other runs,
 and these replace the old ones once the update is final and has written the weights. So checkpoints, speculative updates
 and weights that lag follow one rule: who needs a version refers to its runs. What reads a unit only for a while, such
-as another rank, delays when a run that was left is free.
+as another rank, refers to none. It delays the time when a run that was left is free.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Versions:
         self.pools = {tier: VersionPool(*sizes) for tier, sizes in version_pools(plan).items()}
         """Tier -> its pages for states."""
         self._readers: list[list[object]] = [[] for _ in plan.units]
-        """By unit, what reads it: updates, leases that are filled, and other ranks."""
+        """By unit, what reads it: updates, leases that are being filled, and other ranks."""
         self._retiring: list[list[tuple[int, PageRun, list[object]]]] = [[] for _ in plan.units]
         """By unit, the runs that accesses or updates have left, with their states, and what may still read them."""
         self.changes = False
@@ -76,7 +76,7 @@ class Versions:
         return all(
             self._pool(update.unit, state).has(run.count)
             for state, run in enumerate(self.of[update.unit].runs)
-            if self._moves(update, state)
+            if self._must_move(update, state)
         )
 
     def choose(self, update: UpdateRecord) -> bool:
@@ -85,7 +85,7 @@ class Versions:
         weights = self.of[update.unit]
         runs: list[PageRun] = []
         for state, before in enumerate(weights.runs):
-            run = self._alloc(update.unit, state) if self._moves(update, state) else before
+            run = self._alloc(update.unit, state) if self._must_move(update, state) else before
             if run is None:
                 for other, taken in enumerate(runs):
                     if taken != weights.runs[other]:
@@ -208,7 +208,7 @@ class Versions:
 
     # --- parts ---
 
-    def _moves(self, update: UpdateRecord, state: int) -> bool:
+    def _must_move(self, update: UpdateRecord, state: int) -> bool:
         """Whether an update must write a state elsewhere."""
         return update.speculative or self._is_needed(update.unit, state)
 

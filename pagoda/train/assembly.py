@@ -31,7 +31,6 @@ from pagoda.optim.param_groups import no_decay_groups
 from pagoda.optim.rule import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.combinations import check_features
-from pagoda.plan.options import Options
 from pagoda.prepare.construct import deferred_init
 from pagoda.prepare.sequence_parallel import check_division, divide_sequences
 from pagoda.simulate.hardware import hardware_file
@@ -209,9 +208,8 @@ def _check_places(config: TrainConfig, ranks: int, again: bool) -> None:
 def _check_optimizer(config: TrainConfig) -> None:
     """Raises ConfigError for an optimizer that cannot be used, or not with the other settings."""
     rule = config.build_rule(config.seed, config.optim).predicting(config.ahead)
-    options = Options.of(config, config.memory)
     states = rule.states(config.precision or "fp32")  # which states there are does not depend on their dtypes
-    check_features(options, states, config.tile_bytes is not None)
+    check_features(states, config.tile_bytes is not None)
 
 
 def _check_micro_batches(config: TrainConfig) -> None:

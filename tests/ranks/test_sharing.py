@@ -83,7 +83,7 @@ def test_frozen_weights_move_with_a_unit_of_which_a_rank_updates_nothing(tmp_pat
     gradient: Any = SimpleNamespace(unit=unit, non_finite=lambda: None)
     lane = Lane("update")
     stream = open_update_stream(store, {"update": lane}, AdamW(), Device())
-    update = RunningUpdate(gradient, (), extents, Handle(), Handle(), lambda: None)
+    update = RunningUpdate(gradient, (), extents, Handle(), Handle(), lambda: None, lambda _: False)
     stream.submit(update)
     assert update.written.succeeded
     assert torch.equal(store.tensor(0, WEIGHT, extents.write[WEIGHT])[1024:1536], frozen)

@@ -81,8 +81,8 @@ class GraphMemory:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         """Graphs of forwards whose backward has not run yet."""
         self._at_once = self._most = 1
-        """Most of these graphs at once, in earlier steps and in this step so far. They share the memory for
-        activations."""
+        """The number of these graphs that share the memory for activations, and the most of them at once in this step
+        so far."""
         self._peak = ActivationBytes()
         """The most that was planned for any forward."""
         self._trace = self._new_trace()

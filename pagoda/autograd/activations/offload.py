@@ -88,7 +88,7 @@ class Offloader:
     _in_use: dict[_OffloadedPages, Activation] = field(default_factory=dict)
     """Pages that are not free."""
     _waiting: list[_OffloadedPages] = field(default_factory=list)
-    """Storages that someone else than graphs holds."""
+    """Storages that someone other than graphs held when they were last looked at."""
     _leaving: InFlight[Handle] = field(default_factory=InFlight[Handle])
     _closed: bool = False
 

@@ -45,7 +45,7 @@ class WeightReference:
     torch's checkpoint treats it as a tensor: it asks for shape, dtype, device and requires_grad.
     """
 
-    __slots__ = ("_accesses", "_form", "_graph", "_packed", "_unit", "_version", "_view", "device", "dtype", "shape")
+    __slots__ = ("_accesses", "_edition", "_form", "_graph", "_packed", "_unit", "_view", "device", "dtype", "shape")
 
     requires_grad = False
 
@@ -57,17 +57,17 @@ class WeightReference:
         self._view.offset += first
         self._accesses = accesses
         self._unit = unit
-        self._version = accesses.edition(unit)
-        self._packed = unit.pack
+        self._edition = accesses.edition(unit)
+        self._packed = unit.pack  # referring to it makes `unit.packed` true
 
     def unpack(self) -> torch.Tensor:
         """Lease the weight again. Raises UsageError if the weight was updated in the meantime."""
         self._graph.begin_backward()
         unit = self._unit
         edition = self._accesses.edition(unit)
-        if edition != self._version:
+        if edition != self._edition:
             raise UsageError(
-                f"Backward needs the weights of {unit.spec.name!r} as they were in forward (version {self._version}), "
+                f"Backward needs the weights of {unit.spec.name!r} as they were in forward (version {self._edition}), "
                 f"but an update has changed them since (version {edition}). Run every backward of a graph before "
                 f"optimizer.step(); with updates during backward, {LET_UPDATES_WAIT} so that they wait for step()."
             )
@@ -162,7 +162,7 @@ class Packing:
     _inputs: list["_Input"] = field(default_factory=list)
     """Inputs of that block, until its forward has ended."""
     block: "threading.Lock | None" = None
-    """Of the last block of `gathered` with which packing began. Held inside it."""
+    """The lock of the last `with pagoda.gathered(...)` with which packing began. It is held inside."""
     _of_thread: threading.local = field(default_factory=threading.local)
     _placeholders: dict[int, str] = field(default_factory=dict)
     _buffers: frozenset[int] = frozenset()
@@ -225,7 +225,8 @@ class Packing:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether packing is active in this thread. Ask it outside forwards: then only `block` is a reason."""
+        """Whether packing is active in this thread without a reason. Ask it outside forwards, where only `block` is
+        one."""
         if self.block is not None and self.block.locked():
             return False
         top = _top()
@@ -236,7 +237,7 @@ class Packing:
         return getattr(getattr(pack, "func", pack), "__self__", None) is self
 
     def end_leftovers(self) -> None:
-        """No forward runs in this thread. End what a signal's handler has cut off the end of."""
+        """No forward runs in this thread. End what a signal's handler has kept from ending."""
         self.leave_block()
         self._entered.clear()
         self._copies.clear()

@@ -59,7 +59,7 @@ def run_recomputed(
         packing.keep_inputs()
         return output
 
-    contexts = _Packed(packing, checks=True), _Packed(packing, note)
+    contexts = _PacksCheckpoint(packing, checks=True), _PacksCheckpoint(packing, note)
     return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
 
 
@@ -69,7 +69,7 @@ def _again(block: ModelBlock, leaf: Any) -> Any:
 
 
 @dataclass
-class _Packed:
+class _PacksCheckpoint:
     """Packs the tensors that a checkpoint sees: those of its first forward, or with `note`, those of a recomputation.
     `note` is called with each saved storage."""
 

@@ -42,9 +42,9 @@ class PageStore:
     Until the first commit the files have no name, if the file system supports that, so a process that ends earlier
     leaves nothing behind. If commits have left a store of the same page size in the same directories, that store is
     reused. It grows until it has free slots for all pages in addition to those that commits keep. The spare slots are
-    in addition to what commits keep too, except those of the run that keeps most: that may be the run that is resumed,
-    whose commits use spare slots. If another run is resumed, `grow` adds slots. Stores with another page size or other
-    stripes are left alone, and their size counts against the limits.
+    in addition to what commits keep too, except the commits of the run that keeps most. That may be the run that is
+    resumed, whose commits use spare slots. If another run is resumed, `grow` adds slots. Stores with another page size
+    or other stripes are left alone, and their size counts against the limits.
 
     **What it deletes.** Opening deletes only Pagoda's own files that a crash left, in folders whose record is valid and
     whose directory is locked. These are half-written files (`remove_temporary_files`) and page tables of a checkpoint

@@ -169,8 +169,8 @@ class SSDTier:
         """Read pages, with the content of the latest store that has ended. A page that was stored in part is read as
         far as that.
 
-        Raises ValueError like `PageRun.part`.
-        Raises CorruptPageError if the bytes differ from those that were stored, and StorageError if the disk fails.
+        Raises ValueError like `PageRun.part`, CorruptPageError if the bytes differ from those that were stored, and
+        StorageError if the disk fails.
         """
         pages = self._part(run, offset_bytes, into.nbytes)
         with self._changed:
