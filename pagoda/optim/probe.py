@@ -109,7 +109,8 @@ class Probe:
                     raise ConfigError(f"{label} cannot be run: its state {name!r} has a name that Pagoda uses itself.")
                 self._check_dtype(name, self.states.setdefault(name, state), state)
         if all(isinstance(found, str) for found in self._by_kind.values()):
-            raise ConfigError(f"{label} cannot be run: {self._by_kind[kind_of(COMMON_SHAPES[1])]}")
+            why = str(self._by_kind[kind_of(COMMON_SHAPES[1])]).removesuffix(".")
+            raise ConfigError(f"{label} cannot be run: {why}.")
 
     def changes(self, method: str, group: Mapping[str, Any]) -> dict[str, Any]:
         """What `step`, `train` or `eval` changes in a param group with the settings `group`.

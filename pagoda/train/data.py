@@ -61,7 +61,8 @@ class Rows:
         if not len(rows):
             why = f"holds {len(tokens)} tokens, less than one sequence of {length}: use a longer text"
             if tokens.about.whole:
-                why = f"has nothing to learn within --max-length {length} tokens; the longest has {rows.longest}"
+                longest = f"the longest document has {rows.longest}"
+                why = f"has nothing to learn within --max-length {length} tokens ({longest}): use other data"
             elif rows.dropped:
                 why = (
                     "has texts of a single token each, and the first token of a text is not predicted: use longer texts"

@@ -16,18 +16,18 @@ _LINES, _MOST_STEPS, _SLOW_S = 10, 10, 10.0
 
 
 def expected(batches: "Batches", steps: int, done: int, step_s: float | None, evaluates: bool) -> str:
-    """A message about what a run of `steps` steps is going to do after the first `done`.
+    """A message about the steps of a run from `done` to `steps`, and what they read of the data.
 
     `step_s`: seconds that a forecast expects of a step, or None.
     """
-    samples = batches.samples_per_step
-    epochs = steps * samples / len(batches.rows)
+    samples, left = batches.samples_per_step, steps - done
+    epochs = left * samples / len(batches.rows)
     takes = "step 1 shows the time that is left"
     if step_s is not None:
-        takes = f"about {timedelta(seconds=round((steps - done) * step_s))}" + ", without evaluations" * evaluates
+        takes = f"about {timedelta(seconds=round(left * step_s))}" + ", without evaluations" * evaluates
     of = f"{samples:,} sequence{'s' * (samples != 1)} ({batches.tokens_per_step:,} tokens)"
     read = f"{epochs:.3g} epoch{'s' * (epochs != 1)}" if epochs >= 0.1 else f"{100 * epochs:.2g}% of an epoch"
-    return f"Run: {steps - done:,} steps of {of}, {read}; {takes}"
+    return f"Run: {left:,} step{'s' * (left != 1)} of {of}, {read}; {takes}"
 
 
 class Progress:

@@ -78,7 +78,8 @@ def read_row(row: Any, where: str, column: str | None, seen: Seen) -> Document |
     elif (turns := _listed(value)) is not None:
         parts = _conversation(left, _messages(names[0], turns))
     else:
-        raise ConfigError(f"{names[0]} is a {type(value).__name__}, not text. Name another with --dataset-text-field")
+        kind = type(value).__name__
+        raise ConfigError(f"{names[0]} is of type {kind}, not text. Name another with --dataset-text-field")
     try:  # JSON may have one half of a surrogate pair
         json.dumps(parts, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -114,6 +115,8 @@ def _columns(left: Mapping[str, Any], row: Mapping[str, Any], column: str | None
         columns = first([*map(str, row)], between=", ")
         if column is not None:
             raise ConfigError(f"no column {column!r}; it has {columns}. Correct --dataset-text-field")
+        if unread := [name for name in _CONVERSATIONS if name in row]:
+            raise ConfigError(f"{unread[0]} is neither a list of messages nor the JSON of one")
         why = f"none of its columns ({columns}) is known to hold text or a conversation ({_KNOWN})"
         raise ConfigError(f"{why}. Name the column with --dataset-text-field")
     return next((names for names in here if {*names} <= left.keys()), None)

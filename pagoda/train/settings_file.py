@@ -20,8 +20,9 @@ def read_settings(path: Path) -> TrainConfig:
 
     Raises ConfigError if it cannot be read, or if a setting in it is unknown or has the wrong type.
     """
+    settings = read_yaml(path)
     try:
-        return TrainConfig.from_settings(read_yaml(path))
+        return TrainConfig.from_settings(settings)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

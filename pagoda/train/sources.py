@@ -175,6 +175,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
+            except UnicodeDecodeError:
+                row = ConfigError("not UTF-8 text: convert the file, as with iconv")
             except (ValueError, RecursionError) as error:
                 row = ConfigError(
                     f"not JSON: {error}. Each line must be one record, or a .json file one list of records"

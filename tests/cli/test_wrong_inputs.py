@@ -42,7 +42,7 @@ WRONG = {
     f"{TRAIN} --data empty.jsonl": "holds no text: give a file or folder",
     f"{TRAIN} --data other.jsonl": r"none of its columns \(foo\) .* Name the column with --dataset-text-field",
     f"{TRAIN} --data table.csv": r"table\.csv, row 1: none of its columns \(a, b\)",
-    f"{TRAIN} --data binary.jsonl": r"line 1: not JSON: .*--skip-bad",
+    f"{TRAIN} --data binary.jsonl": r"line 1: not UTF-8 text: .*--skip-bad",
     f"{TRAIN} --data chats.jsonl none.jsonl": "'none.jsonl' does not exist: give a file",
     "data none.jsonl --model model": "does not exist: give a file",
     "train --model t5-moe-15m --data chats.jsonl": r"has an encoder and a decoder, .* train it with .*Seq2SeqTrainer",

@@ -272,7 +272,7 @@ def test_numbers_and_vectors_are_kept_as_they_are() -> None:
 
 
 def test_a_closure_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"torch's LBFGS cannot be run: .*'closure'"):
+    with pytest.raises(ConfigError, match=r"torch's LBFGS cannot be run: .*'closure'\. Use another class"):
         Optim(torch.optim.LBFGS)
 
 

@@ -105,6 +105,19 @@ def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memor
     assert _losses(*wrap(model, memory, precision="fp32")) == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_model_in_channels_last_has_the_bits_of_torch_if_its_inputs_are_in_it(wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    twin, x = copy.deepcopy(model), torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+    paged, _ = wrap(model, RESIDENT, precision="fp32")
+    (expected := twin(x)).square().sum().backward()
+    (found := paged(x)).square().sum().backward()
+    assert torch.equal(found, expected)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    for mine, theirs in zip(paged.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 # --- gradients by hand --------------------------------------------------------------------------------------
 
 

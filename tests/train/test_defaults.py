@@ -262,16 +262,17 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     config = TrainConfig(model="1e5", tokenizer="2e-5", data=("null", "a: ä"), learning_rate=2e-5)
     path.write_text(settings_as_yaml(config))
     assert read_settings(path) == config
+    not_yaml = f"^{re.escape(str(path))} is not YAML"
     for text, message in (
         ("model: gpt2\nlr: 1\n", "unknown settings: 'lr'"),
         ("model: gpt2\nmemory: {hosts: 1}\n", "unknown settings: 'memory.hosts'"),
         ("model: gpt2\nmemory: 1\n", "has 1 as memory, which is not an object"),
         ("model: gpt2\nmax_steps: many\n", "max_steps as 'many', which is a value of the wrong type"),
         ("1: 2\nmax_steps: 3\nsteps: 1\n", "unknown settings: '1', 'steps'"),
-        ("model: [\n", "is not YAML"),
-        ("[" * 5000, "is not YAML"),
-        ("model: !!timestamp foo\n", "is not YAML"),
-        ("model: !!bool maybe\n", "is not YAML"),
+        ("model: [\n", not_yaml),
+        ("[" * 5000, not_yaml),
+        ("model: !!timestamp foo\n", not_yaml),
+        ("model: !!bool maybe\n", not_yaml),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

@@ -184,7 +184,7 @@ WRONG = {
     "sequences that are too long": ("--max-length 512", "use --max-length 256 or less"),
     "conversations that are too long": (
         "--max-length 8 --data {}/chats.jsonl",
-        "has nothing to learn within --max-length 8 tokens",
+        r"nothing to learn within --max-length 8 tokens \(the longest document has \d+\): use other data, or another",
     ),
     "everything held out": ("--eval-share 0.999", "leaves nothing of"),
     "an interrupted download": ("--model {}/part", "lacks 1 of its 2 files of weights"),

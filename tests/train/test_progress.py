@@ -104,6 +104,7 @@ def test_what_a_run_reads_of_its_data_is_said_in_few_digits(samples: int, rows: 
     batches = SimpleNamespace(samples_per_step=samples, tokens_per_step=8 * samples, rows=range(rows))
     assert said in expected(batches, 10, 0, None, evaluates=False)
     assert expected(batches, 10, 0, 360.0, evaluates=True).endswith("; about 1:00:00, without evaluations")
+    assert said in expected(batches, 16, 6, None, evaluates=False)  # what a resumed run still reads
 
 
 @pytest.mark.parametrize(("rate", "said"), [(0.8241, "0.82"), (1.0, "1.00"), (12.34, "12.3"), (1234.5, "1,234")])
