@@ -59,13 +59,22 @@ class MetricsFile:
             while self._waiting:  # the system may take a part, as on a disk that is almost full
                 del self._waiting[: self._file.write(bytes(self._waiting))]
             if self._sync_due:
-                os.fsync(self._file.fileno())
+                self._sync()
                 self._sync_due = False
         except OSError as error:
             why = f"{self._path} cannot be written: {error.strerror}. The run continues and tries again after each step"
         if bool(why) != self._fails:
             self._fails = bool(why)
             self._warn(why or f"{self._path} can be written again, and lacks nothing")
+
+    def _sync(self) -> None:
+        if not self._fails:
+            os.fsync(self._file.fileno())
+            return
+        # What a sync has failed to write, a later sync may leave out. So the file is written anew.
+        write_durably(self._path, read_regular(self._path, most_bytes=_MOST_BYTES))
+        before, self._file = self._file, append_to(self._path)
+        before.close()
 
     def close(self) -> None:
         self.flush()

@@ -1,5 +1,6 @@
 """metrics.jsonl keeps each step once, whatever cuts it short or damages it."""
 
+import errno
 import json
 import math
 import os
@@ -96,21 +97,30 @@ def test_a_short_write_loses_no_part_of_a_line(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "m").read_text()) == METRICS
 
 
-def test_lines_that_had_to_survive_a_power_loss_when_the_disk_was_full_do_once_there_is_room(
+def test_lines_that_could_not_be_synced_are_written_anew_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda _: synced.append(len(steps_in(tmp_path / "m"))))
-    with open("/dev/full", "ab", 0) as full:
-        file = MetricsFile(tmp_path / "m")
-        synced.clear()
-        right, file._file = file._file, full
+    synced: dict[str, int] = {}
+    """Path -> size when it was last synced. Linux drops what a sync could not write."""
+    fails = True
+
+    def sync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if fails and path.endswith("/m"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced[path] = os.fstat(descriptor).st_size
+
+    with closing(MetricsFile(tmp_path / "m")) as file:
+        monkeypatch.setattr(os, "fsync", sync)
         file.write({**METRICS, "step": 1})
         file.flush(sync=True)
-        assert synced == []
-        file._file = right
-        file.close()
-    assert synced == [1]
+        assert not synced
+        fails = False
+        file.write({**METRICS, "step": 2})
+        size = (tmp_path / "m").stat().st_size
+        assert size in [number for path, number in synced.items() if not path.endswith("/m")], "it is written anew"
+        file.write({**METRICS, "step": 3})
+    assert steps_in(tmp_path / "m") == [1, 2, 3]
 
 
 def test_a_full_disk_is_named_once_and_no_line_is_lost_when_there_is_room_again(tmp_path: Path) -> None:
