@@ -58,11 +58,13 @@ _REFUSED = frozenset({"__dlpack__", "__reduce_ex__", "as_strided", "resize_", "r
 
 _HARMLESS = frozenset(
     {"__hash__", "__len__", "__repr__", "_has_compatible_shallow_copy_type", "_is_view", "can_cast", "data_ptr", "dim"}
-    | {"element_size", "get_device", "grad", "has_names", "is_complex", "is_conj", "is_contiguous"}
-    | {"is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed"}
+    | {"element_size", "get_device", "grad", "has_names", "is_complex", "is_conj", "is_floating_point"}
+    | {"is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed"}
     | {"ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
-    | {"result_type", "retain_grad", "share_memory_", "size", "storage_offset", "stride", "untyped_storage"}
+    | {"result_type", "retain_grad", "share_memory_", "size", "untyped_storage"}
 )
+_OF_STRIDES = frozenset({"is_contiguous", "storage_offset", "stride"})
+"""Functions that read no value, but how values lie in memory. They get a tensor with the strides of the values."""
 
 
 class Hidden:
@@ -90,6 +92,11 @@ class Hidden:
             return _use(func, name, args, kwargs) if is_marker(first) else _replace_values(first, args[1])
         if name in _REFUSED and not in_forward(first) and not (name == "__reduce_ex__" and is_marker(first)):
             _refuse(f"cannot be used in {name}()", (args, kwargs))
+        if name in _OF_STRIDES and isinstance(first, Hidden):
+            with as_plain():
+                if not in_forward(first):
+                    first = viewed(first, torch.empty(root_of(first).shape, device="meta"))
+                return func(first, *args[1:], **kwargs)
         is_view = name == "__get__" and attribute in _VIEW_ATTRIBUTES
         if not is_view if attribute else _reads_no_value(name, first):
             with as_plain():

@@ -1,6 +1,8 @@
 """Outside its modules' forward a parameter has no values of its own, and a forward may not write to it."""
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,21 @@ def test_what_asks_for_no_value_of_a_hidden_parameter_is_answered(wrap: Wrap) ->
     weight.requires_grad_(False)
     step(model, optimizer)
     assert model.first.weight.mark == "mine"
+
+
+def test_hidden_tensors_have_the_strides_of_their_values(wrap: Wrap) -> None:
+    plain = nn.Linear(16, 32)
+    model, _ = wrap(copy.deepcopy(plain), precision="fp32")
+    for each in (model, plain):
+        each(torch.ones(2, 16)).sum().backward()
+    views: list[Callable[[torch.Tensor], Any]] = [
+        *(lambda w: w, lambda w: w.grad, lambda w: w.data.view(-1)),
+        *(lambda w: w.t(), lambda w: w.T.unsqueeze(0), lambda w: w[1:], lambda w: w[3]),
+    ]
+    for view in views:
+        hidden, wanted = view(model.weight), view(plain.weight)
+        assert (hidden.stride(), hidden.stride(0)) == (wanted.stride(), wanted.stride(0))
+        assert (hidden.is_contiguous(), hidden.storage_offset()) == (wanted.is_contiguous(), wanted.storage_offset())
 
 
 # --- data that is assigned ----------------------------------------------------------------------------------
