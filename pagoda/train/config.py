@@ -123,8 +123,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
     completions, or conversations (messages, conversations; instruction and output). The loss counts completions, and
     what assistants write."""
     probabilities: tuple[float, ...] = ()
-    """Share of the sequences that each of several --data has, as in `datasets.interleave_datasets`: an epoch ends once
-    all of them have been read whole, and repeats sequences of the others. By default, each sequence is read once."""
+    """Share of the sequences that each of several --data has, 1 in all, as in `datasets.interleave_datasets`: an epoch
+    ends once all of them have been read whole, and repeats sequences of the others. By default, each sequence is read
+    once."""
     eval_data: Annotated[Data | None, tyro.conf.arg(metavar="DATA [DATA ...]")] = None
     """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
     --eval-steps steps, and keeps the checkpoint with the lowest."""
@@ -191,7 +192,9 @@ class TrainConfig(Reading, OptimConfig, SizedRun):
             raise ConfigError("give --eval-data, or --eval-share to hold out a part of --data, not both")
         if self.early_stopping_patience and self.eval_share is not None and not self.evaluates:
             raise ConfigError("--early-stopping-patience compares evaluations: give --eval-data or --eval-share")
-        require(all(0 < each < math.inf for each in self.probabilities), "probabilities", self.probabilities, "above 0")
+        if given := self.probabilities:
+            right = all(0 < each < 1 for each in given) and math.isclose(sum(given), 1, abs_tol=1e-6)
+            require(right, "probabilities", given, "numbers above 0 that add up to 1")
         if self.probabilities and len(self.probabilities) != len(names_of(self.data or ())):
             raise ConfigError("--probabilities has a number for each of several --data: give as many")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")

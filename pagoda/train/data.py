@@ -252,7 +252,7 @@ def _interleaved(counts: tuple[int, ...], probabilities: tuple[float, ...], seed
 
     bounds = [0, *accumulate(counts)]
     sources = [Dataset.from_dict({"number": range(*pair)}) for pair in pairwise(bounds)]
-    shares = [each / sum(probabilities) for each in probabilities]
+    shares = [each / sum(probabilities) for each in probabilities]  # they add up to 1 but for rounding
     mixture = interleave_datasets(sources, shares, seed, stopping_strategy="all_exhausted")
     numbers: npt.NDArray[np.int64] = mixture.with_format("numpy")[:]["number"]
     return numbers
