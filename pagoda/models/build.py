@@ -61,12 +61,7 @@ def build_model(
         config.n_positions = max(config.n_positions, seq_len)
     if is_built_in(name_or_dir) and hasattr(config, "expert_capacity"):
         config.expert_capacity = ceil(_CAPACITY_FACTOR * seq_len / config.num_experts)
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and seq_len > positions:
-        raise ConfigError(
-            f"max_length {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
-            f" use --max-length {positions} or less, or a directory whose config.json has more max_position_embeddings"
-        )
+    check_positions(name_or_dir, seq_len)
     if layers is not None:
         layer_count(name_or_dir)  # raises ConfigError for a model without it
         text.num_hidden_layers = layers
@@ -152,6 +147,16 @@ def is_encoder_decoder(name_or_dir: str) -> bool:
     Raises ConfigError like `build_model`.
     """
     return bool(getattr(_configuration(name_or_dir), "is_encoder_decoder", False))
+
+
+def check_positions(name_or_dir: str, seq_len: int) -> None:
+    """Raises ConfigError like `build_model`, also if a model has fewer positions than `seq_len`."""
+    positions = positions_of(name_or_dir)
+    if positions is not None and seq_len > positions:
+        raise ConfigError(
+            f"max_length {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
+            f" use --max-length {positions} or less, or a directory whose config.json has more max_position_embeddings"
+        )
 
 
 def positions_of(name_or_dir: str) -> int | None:

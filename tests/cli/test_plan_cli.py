@@ -156,8 +156,8 @@ def test_a_machine_that_was_not_measured_is_measured_for_its_first_plan(
     monkeypatch.setattr("pagoda.calibrate.machine.calibrate", calibrate)
     monkeypatch.setattr("pagoda.forecast.forecast._measured", lambda _config, problem: problem.compute)
     of = ("--model", "gpt-2x192", "--max-length", 64, "--plan", "usual", "--json", "--memory.ssd", on_drive)
-    unknown = plan("--model", "gpt-2x", *of[2:])
-    assert (unknown.returncode, asked) == (2, [])
+    for refused in (("--model", "gpt-2x", *of[2:]), ("--model", "gpt2", "--max-length", 2048)):
+        assert (plan(*refused).returncode, asked) == (2, []), "before the machine is measured"
     first, second = plan(*of), plan(*of)
     assert asked == [on_drive]
     assert "has not been measured" in " ".join(first.stderr.split())
