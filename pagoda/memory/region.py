@@ -40,11 +40,6 @@ class Region:
     def nbytes(self) -> int:
         return self.count * self.page_bytes
 
-    @property
-    def address(self) -> int:
-        """The address of the first byte."""
-        return self.arena.address + self.start * self.page_bytes
-
     def take(self, pages: int) -> "Region":
         """Take the next free pages. Raises ValueError if there are too few."""
         self._taken += pages

@@ -55,59 +55,59 @@ class DeviceHomes:
 def choose_device_homes(
     layout: Layout, options: Options, device: int, update_ring: int, by_state: bool, two_versions: Collection[int]
 ) -> DeviceHomes:
-    """What lives on a device with `device` pages: as much as fits the share of its memory that nothing else needs.
+    """What lives on a device with `device` pages: as much as fits the share of its memory that nothing else needs. The
+    last unit never lives there, so there is always something to lease.
 
-    Without a share, whole units live there, as many as let all others be leased at once. If the others cannot be, only
-    mostly frozen units do, such as layers with adapters: each step ends their leases, so all of their weights would be
-    fetched again. With a share, whole units live there too, or `by_state` the weights of the units that the device
-    updates, then their gradients, their other states, and last whole other units. The last unit never lives there, so
-    there is always something to lease.
-
-    `two_versions`: units whose weights are in two versions there, unless the whole unit lives there.
+    `by_state`: with a share, what moves most of the units that the device updates lives there, instead of whole units.
+    `two_versions`: units whose weights are then in two versions there, unless the whole unit lives there.
     """
-    none = DeviceHomes(layout, options)
-    split = options.split or DEFAULT_SPLIT
-    if split.device_home_share == 0:
-        return none
-    most, everything = none.most, none.possible
+    homes, share = DeviceHomes(layout, options), (options.split or DEFAULT_SPLIT).device_home_share
+    if share == 0:
+        return homes
     units = [unit for unit in layout.units[:-1] if not unit.on_host]
     room = device - update_ring - reduce_buffers(layout).pages
-    if split.device_home_share is None:
-        left = room - sum(map(layout.lease_of, layout.units))
-        # What lives there needs no lease, unless ranks have slices of it.
-        spared = {unit.index: 0 if layout.is_sliced(unit, WEIGHT) else layout.lease_of(unit) for unit in units}
-        pages = {unit.index: most(unit, everything) - spared[unit.index] for unit in units}
-        if left < 0:
-            left = room - layout.lease_pages()
-            pages = {unit.index: most(unit, everything) for unit in units if unit.is_mostly_frozen}
-        return replace(none, at_home=frozenset(product(first_that_fit(pages, left), everything)))
-    groups = [(units, everything)]
-    second: dict[int, int] = {}
-    weights, moments = everything[: everything.index(GRAD)], everything[everything.index(GRAD) + 1 :]
-    if by_state:
-        updated = on_device((unit for unit in layout.units if unit.trainable_numel), split.device_update_share)
-        there = [unit for unit in units if unit.index in updated]
-        others = [unit for unit in units if unit.index not in updated]
-        groups = [(there, weights), (there, (GRAD,)), (there, moments), (others, everything)]
-        with_two = [unit for unit in there if unit.index in two_versions and not unit.is_mostly_frozen]
-        second = {unit.index: most(unit, (WEIGHT,)) for unit in with_two}
-    left = int(split.device_home_share * (room - layout.lease_pages()))
+    if share is None:
+        return _beside_all_leases(homes, units, room)
+    room = int(share * (room - layout.lease_pages()))
+    return _by_state(homes, units, room, two_versions) if by_state else _whole_units(homes, units, room, {})
+
+
+def _beside_all_leases(homes: DeviceHomes, units: Sequence[UnitSpec], room: int) -> DeviceHomes:
+    """As many whole units as let all others be leased at once. If the others cannot be, only mostly frozen units, such
+    as layers with adapters: each step ends their leases, so all of their weights would be fetched again."""
+    layout = homes.layout
+    left = room - sum(map(layout.lease_of, layout.units))
+    if left < 0:
+        return _whole_units(homes, [unit for unit in units if unit.is_mostly_frozen], room - layout.lease_pages(), {})
+    # What lives there needs no lease, unless ranks have slices of it.
+    spared = {unit.index: layout.lease_of(unit) for unit in units if not layout.is_sliced(unit, WEIGHT)}
+    return _whole_units(homes, units, left, spared)
+
+
+def _whole_units(homes: DeviceHomes, units: Sequence[UnitSpec], room: int, spared: Mapping[int, int]) -> DeviceHomes:
+    """The units that fit. `spared`: unit -> pages that are free once it lives there."""
+    pages = {unit.index: homes.most(unit, homes.possible) - spared.get(unit.index, 0) for unit in units}
+    return replace(homes, at_home=frozenset(product(first_that_fit(pages, room), homes.possible)))
+
+
+def _by_state(homes: DeviceHomes, units: Sequence[UnitSpec], room: int, two_versions: Collection[int]) -> DeviceHomes:
+    """The weights of the units that the device updates, then their gradients, their other states, and last whole other
+    units. A second version of weights is added (+1) with them, and given back (-1) when the other states come."""
+    split = homes.options.split or DEFAULT_SPLIT
+    updated = on_device((unit for unit in homes.layout.units if unit.trainable_numel), split.device_update_share)
+    there, others = ([unit for unit in units if (unit.index in updated) is here] for here in (True, False))
+    second = {u.index: homes.most(u, (WEIGHT,)) for u in there if u.index in two_versions and not u.is_mostly_frozen}
+    states, at = homes.possible, homes.possible.index(GRAD)
+    groups = (there, states[:at], +1), (there, (GRAD,), 0), (there, states[at + 1 :], -1), (others, states, 0)
     at_home: set[tuple[int, str]] = set()
-    for of_units, states in groups:
-        pages = {unit.index: most(unit, states) for unit in of_units}
-        for unit in second:  # it is taken with the weights, and given back if the whole unit lives there
-            if states == weights:
-                pages[unit] += second[unit]
-            elif states == moments and (unit, WEIGHT) in at_home:
-                pages[unit] -= second[unit]
-        fit = first_that_fit(pages, left)
-        left -= sum(pages[unit] for unit in fit)
-        at_home.update(product(fit, states))
-        if states == weights:
-            second = {unit: second[unit] for unit in fit & second.keys()}
-        elif states == moments:
-            second = {unit: second[unit] for unit in second.keys() - fit}
-    return replace(none, at_home=frozenset(at_home), second_weights=second)
+    for of_units, group, added in groups:
+        pages = {unit.index: homes.most(unit, group) + added * second.get(unit.index, 0) for unit in of_units}
+        fit = first_that_fit(pages, room)
+        room -= sum(pages[unit] for unit in fit)
+        at_home.update(product(fit, group))
+        if added:
+            second = {unit: second[unit] for unit in second if (unit in fit) is (added > 0)}
+    return replace(homes, at_home=frozenset(at_home), second_weights=second)
 
 
 def first_that_fit(pages: Mapping[int, int], room: int) -> frozenset[int]:

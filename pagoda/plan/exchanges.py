@@ -23,11 +23,11 @@ class Exchange:
     """The exchange happens when compute first uses this module in a forward or a backward. "" is the whole model."""
     sent: int
     """Bytes that a rank sends each time."""
-    leaving: int = 0
-    """How many of these bytes leave the domain."""
-    straying: int = 0
+    over_network: int = 0
+    """How many of these bytes go to another domain."""
+    to_other_rails: int = 0
     """How many of those go to a rank on another rail."""
-    sharing: int = 1
+    senders_at_once: int = 1
     """Number of ranks of a domain that send this much over the network at the same time."""
     forward: int = 1
     """How often it happens in each forward."""
@@ -40,7 +40,7 @@ class Exchange:
         """The exchange of a micro-batch with `factor` times as many sequences."""
         if self.kind == GRADIENTS:
             return self
-        parts = {part: factor * getattr(self, part) for part in ("sent", "leaving", "straying")}
+        parts = {part: factor * getattr(self, part) for part in ("sent", "over_network", "to_other_rails")}
         return replace(self, **parts)
 
 
@@ -51,12 +51,12 @@ def of_tokens(sent: Mapping[str, int], ranks: Ranks) -> list[Exchange]:
     """
     group = ranks.expert_parallel
     elsewhere = (group - min(group, ranks.per_domain)) / max(1, group - 1)
-    sharing = min(ranks.per_domain, ranks.data_parallel)
+    senders = min(ranks.per_domain, ranks.data_parallel)
     found = []
     for module, nbytes in sent.items():
-        leaving = int(nbytes * elsewhere)
-        straying = _straying(leaving, group, ranks)
-        found.append(Exchange(TOKENS, module, nbytes, leaving, straying, sharing, forward=2, backward=2))
+        over_network = int(nbytes * elsewhere)
+        to_other_rails = _to_other_rails(over_network, group, ranks)
+        found.append(Exchange(TOKENS, module, nbytes, over_network, to_other_rails, senders, forward=2, backward=2))
     return found
 
 
@@ -76,9 +76,9 @@ def of_heads(layers: Sequence[str], nbytes: int, ranks: Ranks, group: int) -> li
     if group == 1:
         return []
     inside = min(group, ranks.per_domain)
-    sent, leaving = ring_bytes(nbytes, group), nbytes * (group - inside) // group
-    straying, sharing = _straying(leaving, group, ranks), min(ranks.per_domain, ranks.count)
-    return [Exchange(HEADS, layer, sent, leaving, straying, sharing) for layer in layers]
+    sent, over_network = ring_bytes(nbytes, group), nbytes * (group - inside) // group
+    to_other_rails, senders = _to_other_rails(over_network, group, ranks), min(ranks.per_domain, ranks.count)
+    return [Exchange(HEADS, layer, sent, over_network, to_other_rails, senders) for layer in layers]
 
 
 def of_rows(nbytes: Mapping[str, int]) -> list[Exchange]:
@@ -102,8 +102,8 @@ def _around_ring(kind: str, module: str, nbytes: int, ranks: Ranks) -> Exchange:
     on the rail on which it enters the next one."""
     group, joined = ranks.tensor_parallel, ranks.per_domain
     domains = 1 if joined % group == 0 else max(2, ceil(group / joined))
-    leaving = nbytes * (domains - 1) // domains // min(group, joined)
-    return Exchange(kind, module, ring_bytes(nbytes, group), leaving, sharing=min(joined, ranks.count))
+    over_network = nbytes * (domains - 1) // domains // min(group, joined)
+    return Exchange(kind, module, ring_bytes(nbytes, group), over_network, senders_at_once=min(joined, ranks.count))
 
 
 def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
@@ -116,20 +116,19 @@ def of_stage(nbytes: int, ranks: Ranks, stage: int) -> list[Exchange]:
     found = []
     for border, forward in ((stage, 1), (stage + 1, 0)):
         if 0 < border < ranks.pipeline_parallel:
-            sharing = _crossing(ranks, border)
-            leaving = nbytes if sharing else 0
-            straying = leaving if ranks.count % ranks.per_node % ranks.rails else 0
-            found.append(
-                Exchange(SEND, "", nbytes, leaving, straying, max(1, sharing), forward, 1 - forward, repeated=False)
-            )
+            senders = _crossing(ranks, border)
+            over_network = nbytes if senders else 0
+            to_other_rails = over_network if ranks.count % ranks.per_node % ranks.rails else 0
+            crossing = over_network, to_other_rails, max(1, senders)
+            found.append(Exchange(SEND, "", nbytes, *crossing, forward, 1 - forward, repeated=False))
     return found
 
 
-def _straying(leaving: int, group: int, ranks: Ranks) -> int:
-    """How many of the bytes that leave a domain go to other rails, if each rank sends equally many to every rank of
+def _to_other_rails(over_network: int, group: int, ranks: Ranks) -> int:
+    """How many of the bytes for other domains go to other rails, if each rank sends equally many to every rank of
     its group, which are neighbours."""
     rails = min(group, ranks.per_node, ranks.rails)
-    return leaving * (rails - 1) // rails
+    return over_network * (rails - 1) // rails
 
 
 def _crossing(ranks: Ranks, border: int) -> int:

@@ -68,9 +68,7 @@ class Layout:
     gradient: torch.dtype | None = None
     """The dtype in which gradients are accumulated and kept. None: the weights' dtype."""
 
-    def offloaded_itemsize(self, unit: UnitSpec) -> int:
-        """Bytes per element of a gradient on its way from compute. A wider gradient is widened where it is kept."""
-        return min(self.itemsize(unit, GRAD), self.itemsize(unit, WEIGHT))
+    # --- states and their dtypes --------------------------------------------------------------------------
 
     @property
     def weight(self) -> StateSpec:
@@ -85,20 +83,6 @@ class Layout:
     def _states_in(self) -> dict[torch.dtype | None, tuple[StateSpec, ...]]:
         """Dtype of a unit -> its states."""
         return {dtype: states_in(self.states, dtype) for dtype in {unit.dtype for unit in self.units}}
-
-    @cached_property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of weights, that of most parameters first."""
-        return tuple(dtype or self.weight.dtype for dtype in sorted(self._states_in, key=str))
-
-    @property
-    def forms(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """The dtype of weights and that of gradients, for each dtype of weights."""
-        return [(dtype, self.gradient or dtype) for dtype in self.dtypes]
-
-    def widest(self, state: str) -> int:
-        """Most bytes per element of a state of any unit, for buffers that units share."""
-        return max(known[state].itemsize for known in self._dtypes.values() if state in known)
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
@@ -116,6 +100,100 @@ class Layout:
             if state.per > 1 or (state.shape_of is not None and self._packed[state.name].total <= most)
         )
 
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of weights, that of most parameters first."""
+        return tuple(dtype or self.weight.dtype for dtype in sorted(self._states_in, key=str))
+
+    @property
+    def forms(self) -> list[tuple[torch.dtype, torch.dtype]]:
+        """The dtype of weights and that of gradients, for each dtype of weights."""
+        return [(dtype, self.gradient or dtype) for dtype in self.dtypes]
+
+    def dtype(self, unit: UnitSpec, state: str) -> torch.dtype:
+        """Dtype of an extent. Both extents of weights have the same."""
+        known = self._dtypes[unit.dtype]
+        return known.get(state, known[WEIGHT])
+
+    def has(self, unit: UnitSpec, state: str) -> bool:
+        """Whether the parameters of a unit may have a state. Only fp32 weights lack one: what else stores a master."""
+        return state in self._dtypes[unit.dtype] or state not in self._dtypes[None]
+
+    @cached_property
+    def _dtypes(self) -> dict[torch.dtype | None, dict[str, torch.dtype]]:
+        """Dtype of a unit -> state -> its dtype."""
+        found: dict[torch.dtype | None, dict[str, torch.dtype]] = {}
+        for dtype, states in {None: self.states, **self._states_in}.items():
+            found[dtype] = {state.name: state.dtype for state in states}
+            found[dtype][GRAD] = self.gradient or found[dtype][WEIGHT]
+        return found
+
+    def itemsize(self, unit: UnitSpec, state: str) -> int:
+        """Bytes per element."""
+        return self.dtype(unit, state).itemsize
+
+    def offloaded_itemsize(self, unit: UnitSpec) -> int:
+        """Bytes per element of a gradient on its way from compute. A wider gradient is widened where it is kept."""
+        return min(self.itemsize(unit, GRAD), self.itemsize(unit, WEIGHT))
+
+    def widest(self, state: str) -> int:
+        """Most bytes per element of a state of any unit, for buffers that units share."""
+        return max(known[state].itemsize for known in self._dtypes.values() if state in known)
+
+    # --- what each rank has -------------------------------------------------------------------------------
+
+    @cached_property
+    def slices(self) -> Slices:
+        """The part that each rank holds. If every rank has all weights, equal slices are whole pages of them, so that
+        an update never shares a page with data from other ranks. Slices of whole parameters may share pages."""
+        pages = None if self.ranks.shards_weights else self.page_bytes
+        return Slices(self.units, self.states_of, self._packed, self.ranks, self.expert_units, pages)
+
+    def group(self, unit: UnitSpec) -> int:
+        """Number of ranks that share the state of a unit."""
+        return self.slices.group(unit)
+
+    def is_sliced(self, unit: UnitSpec, state: str) -> bool:
+        """Whether ranks divide a state of a unit, so that each has a slice and not all of it."""
+        if self.group(unit) == 1:
+            return False
+        whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
+        return not whole.get(WEIGHT if state == WEIGHT_BACK else state, False)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether ranks add up gradients of units that each of them uses in its own order, or not at all."""
+        return bool(self.expert_units) and self.ranks.shares_experts
+
+    def gathers_after_update(self, unit: UnitSpec) -> bool:
+        """Whether every rank has all of a unit's weights and updates a slice of them."""
+        return not self.ranks.shards_weights and self.group(unit) > 1
+
+    def updated_elements(self, unit: UnitSpec) -> int:
+        """Most parameters of a unit that this rank updates, in whole quantization blocks."""
+        return self.slices.room(unit, self.slices.place(unit, self.rank))
+
+    def of_all_ranks(self) -> list["Layout"]:
+        """This layout on every rank if ranks hold different numbers of elements, otherwise only itself."""
+        if not self.slices.differ:
+            return [self]
+        return [self._shared_with(replace(self, rank=rank), "slices", "_packed") for rank in range(self.ranks.count)]
+
+    def with_block_limit(self, block_limit: int) -> "Layout":
+        """The same extents, streamed in other blocks."""
+        return self._shared_with(replace(self, block_limit=block_limit), "_known_pages", "_alike", "_counts")
+
+    def with_page_bytes(self, page_bytes: int) -> "Layout":
+        """The same extents in other pages."""
+        return self._shared_with(replace(self, page_bytes=page_bytes), "_alike", "_counts")
+
+    def _shared_with(self, other: "Layout", *cached: str) -> "Layout":
+        """The other layout, with cached properties of this one that are equal in both."""
+        other.__dict__.update({name: getattr(self, name) for name in cached})
+        return other
+
+    # --- extents ------------------------------------------------------------------------------------------
+
     def span(self, unit: UnitSpec, slot: int, state: StateSpec) -> ShapedSpan | None:
         """A parameter's part of a state. None if it has none."""
         if state.shape_of is not None:
@@ -132,19 +210,98 @@ class Layout:
         """The states with shapes of their own."""
         return {state.name: Packed(self.units, state.shape_of) for state in self.states if state.shape_of is not None}
 
-    @cached_property
-    def slices(self) -> Slices:
-        """The part that each rank holds. If every rank has all weights, equal slices are whole pages of them, so that
-        an update never shares a page with data from other ranks. Slices of whole parameters may share pages."""
-        pages = None if self.ranks.shards_weights else self.page_bytes
-        return Slices(self.units, self.states_of, self._packed, self.ranks, self.expert_units, pages)
+    def elements(self, unit: UnitSpec, state: str) -> int:
+        """Elements of an extent on this rank: all, or a slice."""
+        cut = self.is_sliced(unit, state)
+        if not self.has(unit, state):
+            return 0
+        if state in self._packed:
+            if not cut:
+                return self._packed[state].elements(unit)
+            return sum(map(len, self.slices.of_state(unit, state, [self.slices.updated(unit, self.rank)])))
+        trained = self.updated_elements(unit) if cut else unit.trainable_numel
+        frozen = unit.numel - unit.trainable_numel if state in (WEIGHT, WEIGHT_BACK) else 0
+        per = next((s.per for s in self.states if s.name == state), 1)
+        return -(-(trained + (slice_elements(frozen, self.group(unit)) if cut else frozen)) // per)
 
-    def is_sliced(self, unit: UnitSpec, state: str) -> bool:
-        """Whether ranks divide a state of a unit, so that each has a slice and not all of it."""
-        if self.group(unit) == 1:
-            return False
-        whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
-        return not whole.get(WEIGHT if state == WEIGHT_BACK else state, False)
+    def weight_bytes(self, unit: UnitSpec) -> int:
+        """Bytes of all of a unit's weights."""
+        return unit.numel * self.itemsize(unit, WEIGHT)
+
+    def trained_elements(self, unit: UnitSpec) -> int:
+        """Elements at the start of an extent's weights that updates change. Frozen ones follow."""
+        return self.updated_elements(unit) if self.is_sliced(unit, WEIGHT) else unit.trainable_numel
+
+    def pages(self, unit: UnitSpec, state: str) -> int:
+        """Pages of one extent."""
+        key = self._alike[unit.index], state
+        if key not in self._known_pages:
+            self._known_pages[key] = pages_for(self.elements(unit, state) * self.itemsize(unit, state), self.page_bytes)
+        return self._known_pages[key]
+
+    @cached_property
+    def _known_pages(self) -> dict[tuple[int, str], int]:
+        """Pages of extents that were asked for before. A planner asks for each about a dozen times."""
+        return {}
+
+    @cached_property
+    def _alike(self) -> list[int]:
+        """For each unit, the first one whose extents are as long: with most rules, one with as many elements. A model
+        may have thousands of experts, and few sizes."""
+        if self.weight.whole is not None or self._packed:
+            return [unit.index for unit in self.units]
+        firsts: dict[object, int] = {}
+        keys = ((u.numel, u.trainable_numel, u.index in self.expert_units, u.dtype) for u in self.units)
+        return [firsts.setdefault(key, index) for index, key in enumerate(keys)]
+
+    @cached_property
+    def _counts(self) -> Counter[int]:
+        """The first unit of each size -> the number of units of this size."""
+        return Counter(self._alike)
+
+    def total_pages(self, state: str) -> int:
+        return sum(count * self.pages(self.units[first], state) for first, count in self._counts.items())
+
+    def total_bytes(self, state: str) -> int:
+        """Bytes of a state without padding to pages."""
+        firsts = ((self.units[first], count) for first, count in self._counts.items())
+        return sum(count * self.elements(unit, state) * self.itemsize(unit, state) for unit, count in firsts)
+
+    def trained_weight_pages(self, unit: UnitSpec) -> int:
+        """Pages of an extent's weights from its start to the last one that an update changes."""
+        return pages_for(self.trained_elements(unit) * self.itemsize(unit, WEIGHT), self.page_bytes)
+
+    def frozen_pages(self, unit: UnitSpec, state: str) -> int:
+        """Pages of an extent that updates never change."""
+        return self.pages(unit, state) - self.trained_weight_pages(unit) if state in (WEIGHT, WEIGHT_BACK) else 0
+
+    def updated_bytes(self, unit: UnitSpec, state: StateSpec) -> int:
+        """Bytes of a state that the update of a unit reads and writes on this rank."""
+        if state.shape_of is not None:
+            return self.elements(unit, state.name) * state.dtype.itemsize
+        return state.nbytes(self.updated_elements(unit))
+
+    @cached_property
+    def bytes_per_parameter(self) -> Mapping[str, float]:
+        """State -> bytes per trained parameter, without padding."""
+        of_dtype: Counter[torch.dtype | None] = Counter()
+        for unit in self.units:
+            of_dtype[unit.dtype] += sum(slot.param.numel for slot in unit.slots if slot.param.trainable)
+        trained = max(1, of_dtype.total())
+        total = dict.fromkeys((state.name for state in self.states), 0.0)
+        for dtype, numel in of_dtype.items():
+            for state in self._states_in[dtype]:
+                total[state.name] += numel * state.dtype.itemsize / state.per
+        for state in self.states:
+            if state.shape_of is not None:
+                total[state.name] = self._packed[state.name].total * state.dtype.itemsize
+        return {name: nbytes / trained for name, nbytes in total.items()}
+
+    def bytes_per_update(self, unit: UnitSpec) -> float:
+        """Bytes of RAM that the update of one parameter reads and writes: every state twice, and the gradient once."""
+        return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(unit, GRAD)
+
+    # --- blocks of updates --------------------------------------------------------------------------------
 
     def cuts(self, unit: UnitSpec) -> list[Cut]:
         """The blocks of this rank's slice for a rule that takes whole parameters: whole parameters, and pieces of those
@@ -180,10 +337,11 @@ class Layout:
         mine = self.slices.of_state(unit, state, [self.slices.updated(unit, self.rank)])
         return mine[0].start if mine else 0
 
-    @cached_property
-    def _widest_cut(self) -> int:
-        """Elements of the largest cut of any rank. 0 for a rule that takes any block."""
-        return 0 if self.weight.whole is None else self.most_in_block(self.weight)
+    def window(self, part: ShapedSpan, state: StateSpec) -> tuple[int, int]:
+        """Offset and bytes of the whole pages of an extent that contain a part of it."""
+        first, end = part.first * state.dtype.itemsize, (part.first + part.count) * state.dtype.itemsize
+        offset = first // self.page_bytes * self.page_bytes
+        return offset, pages_for(end - offset, self.page_bytes) * self.page_bytes
 
     def most_in_block(self, state: StateSpec) -> int:
         """Most elements of a state in a block of an update, on any rank."""
@@ -199,195 +357,12 @@ class Layout:
                     most = max(most, span.count if whole else min(span.count, self.block_limit))
         return most
 
-    @property
-    def work_elements(self) -> int:
-        """fp32 elements for copies of a block's gradient, and of its master unless that is stored. 0 for a rule that
-        needs no copies."""
-        if not self.weight.copied:
-            return 0
-        tensors = 1 if self.weight.dtype is torch.float32 else 2
-        return tensors * align(self._widest_cut)
-
-    @property
-    def work_pages(self) -> int:
-        """Pages of RAM for `work_elements`."""
-        return pages_for(4 * self.work_elements, self.page_bytes)
-
-    @property
-    def least_ring_slots(self) -> int:
-        """Number of blocks that the ring must hold. A rule that takes whole parameters needs one."""
-        return RING_SLOTS if self.weight.whole is None else 1
-
-    def dtype(self, unit: UnitSpec, state: str) -> torch.dtype:
-        """Dtype of an extent. Both extents of weights have the same."""
-        known = self._dtypes[unit.dtype]
-        return known.get(state, known[WEIGHT])
-
-    def has(self, unit: UnitSpec, state: str) -> bool:
-        """Whether the parameters of a unit may have a state. Only fp32 weights lack one: what else stores a master."""
-        return state in self._dtypes[unit.dtype] or state not in self._dtypes[None]
-
-    @cached_property
-    def _dtypes(self) -> dict[torch.dtype | None, dict[str, torch.dtype]]:
-        """Dtype of a unit -> state -> its dtype."""
-        found: dict[torch.dtype | None, dict[str, torch.dtype]] = {}
-        for dtype, states in {None: self.states, **self._states_in}.items():
-            found[dtype] = {state.name: state.dtype for state in states}
-            found[dtype][GRAD] = self.gradient or found[dtype][WEIGHT]
-        return found
-
-    def itemsize(self, unit: UnitSpec, state: str) -> int:
-        """Bytes per element."""
-        return self.dtype(unit, state).itemsize
-
-    def weight_bytes(self, unit: UnitSpec) -> int:
-        """Bytes of all of a unit's weights."""
-        return unit.numel * self.itemsize(unit, WEIGHT)
-
-    def group(self, unit: UnitSpec) -> int:
-        """Number of ranks that share the state of a unit."""
-        return self.slices.group(unit)
-
-    @property
-    def shares_experts(self) -> bool:
-        """Whether ranks add up gradients of units that each of them uses in its own order, or not at all."""
-        return bool(self.expert_units) and self.ranks.shares_experts
-
-    def elements(self, unit: UnitSpec, state: str) -> int:
-        """Elements of an extent on this rank: all, or a slice."""
-        cut = self.is_sliced(unit, state)
-        if not self.has(unit, state):
-            return 0
-        if state in self._packed:
-            if not cut:
-                return self._packed[state].elements(unit)
-            return sum(map(len, self.slices.of_state(unit, state, [self.slices.updated(unit, self.rank)])))
-        trained = self.updated_elements(unit) if cut else unit.trainable_numel
-        frozen = unit.numel - unit.trainable_numel if state in (WEIGHT, WEIGHT_BACK) else 0
-        per = next((s.per for s in self.states if s.name == state), 1)
-        return -(-(trained + (slice_elements(frozen, self.group(unit)) if cut else frozen)) // per)
-
-    def updated_elements(self, unit: UnitSpec) -> int:
-        """Most parameters of a unit that this rank updates, in whole quantization blocks."""
-        return self.slices.room(unit, self.slices.place(unit, self.rank))
-
-    def updated_bytes(self, unit: UnitSpec, state: StateSpec) -> int:
-        """Bytes of a state that the update of a unit reads and writes on this rank."""
-        if state.shape_of is not None:
-            return self.elements(unit, state.name) * state.dtype.itemsize
-        return state.nbytes(self.updated_elements(unit))
-
-    @cached_property
-    def bytes_per_parameter(self) -> Mapping[str, float]:
-        """State -> bytes per trained parameter, without padding."""
-        of_dtype: Counter[torch.dtype | None] = Counter()
-        for unit in self.units:
-            of_dtype[unit.dtype] += sum(slot.param.numel for slot in unit.slots if slot.param.trainable)
-        trained = max(1, of_dtype.total())
-        total = dict.fromkeys((state.name for state in self.states), 0.0)
-        for dtype, numel in of_dtype.items():
-            for state in self._states_in[dtype]:
-                total[state.name] += numel * state.dtype.itemsize / state.per
-        for state in self.states:
-            if state.shape_of is not None:
-                total[state.name] = self._packed[state.name].total * state.dtype.itemsize
-        return {name: nbytes / trained for name, nbytes in total.items()}
-
-    def bytes_per_update(self, unit: UnitSpec) -> float:
-        """Bytes of RAM that the update of one parameter reads and writes: every state twice, and the gradient once."""
-        return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(unit, GRAD)
-
-    def pages(self, unit: UnitSpec, state: str) -> int:
-        """Pages of one extent."""
-        key = self._alike[unit.index], state
-        if key not in self._known_pages:
-            self._known_pages[key] = pages_for(self.elements(unit, state) * self.itemsize(unit, state), self.page_bytes)
-        return self._known_pages[key]
-
-    @cached_property
-    def _known_pages(self) -> dict[tuple[int, str], int]:
-        """Pages of extents that were asked for before. A planner asks for each about a dozen times."""
-        return {}
-
-    @cached_property
-    def _alike(self) -> list[int]:
-        """For each unit, the first one whose extents are as long: with most rules, one with as many elements. A model
-        may have thousands of experts, and few sizes."""
-        if self.weight.whole is not None or self._packed:
-            return [unit.index for unit in self.units]
-        firsts: dict[object, int] = {}
-        return [
-            firsts.setdefault(
-                (unit.numel, unit.trainable_numel, unit.index in self.expert_units, unit.dtype), unit.index
-            )
-            for unit in self.units
-        ]
-
-    @cached_property
-    def _counts(self) -> Counter[int]:
-        """The first unit of each size -> the number of units of this size."""
-        return Counter(self._alike)
-
-    def of_all_ranks(self) -> list["Layout"]:
-        """This layout on every rank if ranks hold different numbers of elements, otherwise only itself."""
-        if not self.slices.differ:
-            return [self]
-        layouts = [replace(self, rank=rank) for rank in range(self.ranks.count)]
-        for layout in layouts:
-            layout.__dict__.update(slices=self.slices, _packed=self._packed)
-        return layouts
-
-    def with_block_limit(self, block_limit: int) -> "Layout":
-        """The same extents, streamed in other blocks."""
-        changed = replace(self, block_limit=block_limit)
-        changed.__dict__.update(_known_pages=self._known_pages, _alike=self._alike, _counts=self._counts)
-        return changed
-
-    def with_page_bytes(self, page_bytes: int) -> "Layout":
-        """The same extents in other pages."""
-        changed = replace(self, page_bytes=page_bytes)
-        changed.__dict__.update(_alike=self._alike, _counts=self._counts)
-        return changed
-
-    def trained_elements(self, unit: UnitSpec) -> int:
-        """Elements at the start of an extent's weights that updates change. Frozen ones follow."""
-        return self.updated_elements(unit) if self.is_sliced(unit, WEIGHT) else unit.trainable_numel
-
-    def trained_weight_pages(self, unit: UnitSpec) -> int:
-        """Pages of an extent's weights from its start to the last one that an update changes."""
-        return pages_for(self.trained_elements(unit) * self.itemsize(unit, WEIGHT), self.page_bytes)
-
-    def frozen_pages(self, unit: UnitSpec, state: str) -> int:
-        """Pages of an extent that updates never change."""
-        return self.pages(unit, state) - self.trained_weight_pages(unit) if state in (WEIGHT, WEIGHT_BACK) else 0
-
-    def lease_of(self, unit: UnitSpec) -> int:
-        """Pages of a lease: of the whole unit, with room for every rank's slice as if all were equally long. 0 for a
-        unit that is used in RAM."""
-        if unit.on_host:
-            return 0
-        elements = unit.numel
-        if self.is_sliced(unit, WEIGHT):
-            group, trained = self.group(unit), unit.trainable_numel
-            ends = group * slice_elements(trained, group), trained + group * slice_elements(elements - trained, group)
-            elements = max(ends)
-        return pages_for(elements * self.itemsize(unit, WEIGHT), self.page_bytes)
-
-    def gathers_after_update(self, unit: UnitSpec) -> bool:
-        """Whether every rank has all of a unit's weights and updates a slice of them."""
-        return not self.ranks.shards_weights and self.group(unit) > 1
-
-    @property
-    def sharing_pages(self) -> int:
-        """Pages in which the updated slices of a unit's weights are gathered on their way to a copy on SSD."""
-        return max(map(self.trained_weight_pages, filter(self.gathers_after_update, self.units)), default=0)
-
     @cached_property
     def block_elements(self) -> int:
         """Elements of a streamed block. Every streamed state's share of it is whole pages. For a rule that takes whole
         parameters, the elements of the largest cut."""
         if self.weight.whole is not None:
-            return max(1, self._widest_cut)
+            return max(1, self.most_in_block(self.weight))
         streamed = (WEIGHT, *(state.name for state in self.moments))
         sizes = (known[name].itemsize for known in self._dtypes.values() for name in streamed if name in known)
         per_page = self.page_bytes // min(sizes)
@@ -402,17 +377,6 @@ class Layout:
             return MOST_LAUNCHED
         share = -(-self.updated_elements(unit) // (BLOCKS_OF_A_THREAD * threads))
         return max(self.block_elements, min(align(share), MOST_AT_HOME))
-
-    @cached_property
-    def bounce(self) -> tuple[int, int]:
-        """Number of buffers in which gradients from a separate device are added, and the elements of one. As many as
-        keep several threads busy, but two small ones if the budget is tight."""
-        widest = max((unit.trainable_numel for unit in self.units if not unit.on_host), default=0)
-        parts = -(-widest // BOUNCE_ELEMENTS)
-        if self.block_limit < BLOCK_ELEMENTS or parts <= 2:
-            return 2, min(BOUNCE_ELEMENTS, widest)
-        each = min(MOST_BOUNCED, -(-parts // MOST_BOUNCE_BUFFERS))
-        return min(MOST_BOUNCE_BUFFERS, -(-parts // each)), each * BOUNCE_ELEMENTS
 
     def block_pages(self, state: str) -> int:
         """Pages of a block's share of a state, wherever it begins in a page."""
@@ -432,29 +396,38 @@ class Layout:
                         pages[state.name] = max(pages[state.name], self.window(part, state)[1] // self.page_bytes)
         return pages
 
-    def window(self, part: ShapedSpan, state: StateSpec) -> tuple[int, int]:
-        """Offset and bytes of the whole pages of an extent that contain a part of it."""
-        first, end = part.first * state.dtype.itemsize, (part.first + part.count) * state.dtype.itemsize
-        offset = first // self.page_bytes * self.page_bytes
-        return offset, pages_for(end - offset, self.page_bytes) * self.page_bytes
+    @property
+    def least_ring_slots(self) -> int:
+        """Number of blocks that the ring must hold. A rule that takes whole parameters needs one."""
+        return RING_SLOTS if self.weight.whole is None else 1
 
     @cached_property
-    def fetch_piece_pages(self) -> int:
-        """Pages of one slot of the fetch ring."""
-        widest = max(self.pages(unit, WEIGHT) for unit in self.units)
-        return min(widest, pages_for(FETCH_PIECE_BYTES, self.page_bytes))
+    def work_elements(self) -> int:
+        """fp32 elements for copies of a block's gradient, and of its master unless that is stored. 0 for a rule that
+        needs no copies."""
+        if not self.weight.copied:
+            return 0
+        tensors = 1 if self.weight.dtype is torch.float32 else 2
+        return tensors * align(self.most_in_block(self.weight))
 
     @property
-    def piece_pages(self) -> int:
-        """Pages that contain a piece of a checkpoint, wherever it begins in its first page."""
-        spans = (span.count for packed in self._packed.values() for span in packed.spans())
-        widest = min(PIECE_ELEMENTS, max(*(unit.numel for unit in self.units), *spans, 0))
-        return pages_for(widest * max(self.widest(s.name) for s in self.states), self.page_bytes) + 1
+    def work_pages(self) -> int:
+        """Pages of RAM for `work_elements`."""
+        return pages_for(4 * self.work_elements, self.page_bytes)
 
-    @property
-    def activation_buffer_pages(self) -> int:
-        """Pages of each buffer between activations and SSD."""
-        return max(1, min(ACTIVATION_BUFFER_PAGES, ACTIVATION_BUFFER_BYTES // self.page_bytes))
+    # --- leases and other buffers -------------------------------------------------------------------------
+
+    def lease_of(self, unit: UnitSpec) -> int:
+        """Pages of a lease: of the whole unit, with room for every rank's slice as if all were equally long. 0 for a
+        unit that is used in RAM."""
+        if unit.on_host:
+            return 0
+        elements = unit.numel
+        if self.is_sliced(unit, WEIGHT):
+            group, trained = self.group(unit), unit.trainable_numel
+            ends = group * slice_elements(trained, group), trained + group * slice_elements(elements - trained, group)
+            elements = max(ends)
+        return pages_for(elements * self.itemsize(unit, WEIGHT), self.page_bytes)
 
     def lease_pages(self, ahead: int = LEASES_AHEAD) -> int:
         """Frames with which a unit, the units around it and `ahead` more can be leased at once, wherever they lie.
@@ -470,10 +443,36 @@ class Layout:
         leases = [self.lease_of(unit) for unit in self.units]
         return 1 + max(len(around) for around in enclosing(self.units).values()), max(leases), sum(leases)
 
-    def total_pages(self, state: str) -> int:
-        return sum(count * self.pages(self.units[first], state) for first, count in self._counts.items())
+    @cached_property
+    def fetch_piece_pages(self) -> int:
+        """Pages of one slot of the fetch ring."""
+        widest = max(self.pages(unit, WEIGHT) for unit in self.units)
+        return min(widest, pages_for(FETCH_PIECE_BYTES, self.page_bytes))
 
-    def total_bytes(self, state: str) -> int:
-        """Bytes of a state without padding to pages."""
-        firsts = ((self.units[first], count) for first, count in self._counts.items())
-        return sum(count * self.elements(unit, state) * self.itemsize(unit, state) for unit, count in firsts)
+    @property
+    def sharing_pages(self) -> int:
+        """Pages in which the updated slices of a unit's weights are gathered on their way to a copy on SSD."""
+        return max(map(self.trained_weight_pages, filter(self.gathers_after_update, self.units)), default=0)
+
+    @cached_property
+    def bounce(self) -> tuple[int, int]:
+        """Number of buffers in which gradients from a separate device are added, and the elements of one. As many as
+        keep several threads busy, but two small ones if the budget is tight."""
+        widest = max((unit.trainable_numel for unit in self.units if not unit.on_host), default=0)
+        parts = -(-widest // BOUNCE_ELEMENTS)
+        if self.block_limit < BLOCK_ELEMENTS or parts <= 2:
+            return 2, min(BOUNCE_ELEMENTS, widest)
+        each = min(MOST_BOUNCED, -(-parts // MOST_BOUNCE_BUFFERS))
+        return min(MOST_BOUNCE_BUFFERS, -(-parts // each)), each * BOUNCE_ELEMENTS
+
+    @property
+    def piece_pages(self) -> int:
+        """Pages that contain a piece of a checkpoint, wherever it begins in its first page."""
+        spans = (span.count for packed in self._packed.values() for span in packed.spans())
+        widest = min(PIECE_ELEMENTS, max(*(unit.numel for unit in self.units), *spans, 0))
+        return pages_for(widest * max(self.widest(s.name) for s in self.states), self.page_bytes) + 1
+
+    @property
+    def activation_buffer_pages(self) -> int:
+        """Pages of each buffer between activations and SSD."""
+        return max(1, min(ACTIVATION_BUFFER_PAGES, ACTIVATION_BUFFER_BYTES // self.page_bytes))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 from pagoda.errors import BudgetError
@@ -60,8 +61,11 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
 
     Raises BudgetError with the tier, the shortfall and the setting that would help.
     """
-    split = options.split or DEFAULT_SPLIT
-    by_state = None
+    page, split, by_state = layout.page_bytes, options.split or DEFAULT_SPLIT, None
+    in_pages = (None if nbytes is None else nbytes // page for nbytes in (budgets.device, budgets.ssd))
+    budgets = Budgets(budgets.host // page, *in_pages)
+    if layout.shares_experts:  # while two wait for their turn to be added up, others come before them
+        staging_buffers = max(staging_buffers, 3)
     if split.device_update_share and split.device_home_share and budgets.device is not None:
         by_state = _place_by_state(layout, budgets, options, staging_buffers)
     return by_state or _Placer(layout, budgets, options, staging_buffers).place()
@@ -69,7 +73,8 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
 
 def _place_by_state(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int) -> Placement | None:
     """The placement in which the device is home to what moves most of the units that it updates. None if RAM does not
-    hold the rest. The device has room for other versions of weights only where RAM has room for the other states."""
+    hold the rest. The device has room for other versions of weights only where RAM has room for the other states.
+    `budgets` are in pages."""
     trained = [unit for unit in layout.units if unit.trainable_numel]
     split, speculated = options.split or DEFAULT_SPLIT, frozenset[int]()
     if options.may_speculate:
@@ -101,100 +106,96 @@ class _InRam:
     ring."""
 
 
+@dataclass(frozen=True)
 class _Placer:
-    """Makes one placement, as `place` says. All sizes are in pages."""
+    """Makes one placement, as `place` says. All sizes are in pages, and so are the budgets."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        budgets: Budgets,
-        options: Options,
-        staging_buffers: int,
-        by_state: bool = False,
-        two_versions: Collection[int] = (),
-    ) -> None:
-        """`by_state`: whether single states live on the device, or whole units. `two_versions`: units for whose weights
-        the device then has room for another version."""
-        self.layout = layout
-        self.options = options
-        self.split = options.split or DEFAULT_SPLIT
-        page = layout.page_bytes
-        self.device, self.ssd = (None if n is None else n // page for n in (budgets.device, budgets.ssd))
-        self.all = frozenset(unit.index for unit in layout.units)
-        self.asynchronous = options.asynchronous
-        self.during_backward = options.update_during_backward
-        self.speculates = options.may_speculate
-        self.update_ring = 0
-        """Pages of the device for slots through which states pass for their update."""
-        if self.split.device_update_share and self.device is not None:
-            self.update_ring = slot_count(layout) * slot_pages(layout)
-        self.trained = [unit for unit in layout.units if unit.trainable_numel]
-        self.device_homes = DeviceHomes(layout, options)
-        if self.device is not None:
-            sizes = self.device, self.update_ring
-            self.device_homes = choose_device_homes(layout, options, *sizes, by_state, two_versions)
-        self.at_home = self.device_homes.at_home
-        weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
-        self.used_in_ram = frozenset(unit.index for unit in layout.units if unit.on_host)
-        """Units whose weights must be in RAM."""
-        self.weight = {unit: weight[unit] for unit in sorted(weight, key=lambda unit: unit not in self.used_in_ram)}
-        self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
-        self.moment = self._by_unit(*(state.name for state in layout.moments))
-        if layout.shares_experts:  # while two wait for their turn to be added up, others come before them
-            staging_buffers = max(staging_buffers, 3)
-        self.grads, widest_grad = sum(self.grad.values()), max(self.grad.values())
-        self.least_staging, self.most_staging = min(self.grads, staging_buffers * widest_grad), STAGED * widest_grad
-        self.fixed = self._fixed_lines()
-        self.reserved = sum(self.fixed.values())
-        self.host = budgets.host // page - self.reserved
-        """Pages of RAM without the fixed lines."""
-        self.frozen_on_ssd = 0
-        """Pages on SSD that updates never change. Known once homes are."""
-
-    def _by_unit(self, *states: str) -> dict[int, int]:
-        """unit -> pages of some states, without those that live on the device."""
-        layout = self.layout
-        return {
-            unit.index: sum(layout.pages(unit, state) for state in states if (unit.index, state) not in self.at_home)
-            for unit in layout.units
-        }
+    layout: Layout
+    budgets: Budgets
+    options: Options
+    staging_buffers: int
+    by_state: bool = False
+    """Whether single states live on the device, or whole units."""
+    two_versions: Collection[int] = ()
+    """Units for whose weights the device then has room for another version."""
 
     def place(self) -> Placement:
         """Choose homes, then the buffers between them, then the use of the remaining pages."""
+        layout = self.layout
         device = self._device_lines()
         kept = self._divided()
         homes = self._homes(kept)
-        host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
         on_device = self._updated_on_device()
         passing = any(home != DEVICE for (unit, _), home in homes.items() if unit in on_device)
-        if not passing and not self.layout.weight.copied:
+        if not passing and not layout.weight.copied:
             device.pop(UPDATE_RING, None)
+        host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
         if kept.grads != self.all:
             host[STAGING] = kept.staging
-        if kept.weights != self.all and self.layout.sharing_pages:
-            host[SERVING] = self.layout.sharing_pages
-        if kept.leases:
-            host[FETCH_RING if self.device is not None else LEASES] = kept.leases
+        gathered = layout.sharing_pages if kept.weights != self.all else 0
+        host |= with_pages({LEASES if self.budgets.device is None else FETCH_RING: kept.leases, SERVING: gathered})
+        spare = self._checkpoint_room_on_ssd(homes, ssd)
         slot = 0 if kept.weights == kept.moments == self.all else self._slot(kept.weights != self.all)
-        self.frozen_on_ssd = sum(
-            self.layout.frozen_pages(self.layout.units[unit], state)
-            for (unit, state), home in homes.items()
-            if home == SSD and state in ssd
-        )
-        speculated = self._speculate(kept, slot, host, ssd)
-        if versions := sum(pages for unit, pages in self.device_homes.second_weights.items() if unit in speculated):
-            device[VERSIONS] = versions
-        slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
-        if slots:
-            host[RING] = slots * slot
-        spare, left = host.pop(VERSIONS, 0), self.host - sum(host.values())
-        if versions := max(spare, min(self._checkpoint_room_in_ram(host), left)):
-            host[VERSIONS] = versions
-        host |= self.fixed
-        self._add_checkpoint_room(ssd)
-        by_tier: dict[str, dict[str, int]] = {HOST: host, SSD: ssd, DEVICE: device}
-        lines = {tier: pages for tier, pages in by_tier.items() if pages}
-        return Placement(homes, lines, slots, speculated, on_device)
+        left, left_on_ssd = self.host - sum(host.values()), (self.budgets.ssd or 0) - sum(ssd.values()) - spare
+        speculated, in_ram, on_ssd = self._speculated(kept, left - layout.least_ring_slots * slot, left_on_ssd)
+        slots = self._ring_slots(slot, left - in_ram) if slot else 0
+        versions = max(in_ram, min(self._checkpoint_room_in_ram(host), left - slots * slot))
+        second = sum(pages for unit, pages in self.device_homes.second_weights.items() if unit in speculated)
+        lines = {
+            HOST: host | with_pages({RING: slots * slot, VERSIONS: versions}) | self.fixed,
+            SSD: ssd | with_pages({VERSIONS: on_ssd + spare}),
+            DEVICE: device | with_pages({VERSIONS: second}),
+        }
+        return Placement(homes, {tier: of for tier, of in lines.items() if of}, slots, speculated, on_device)
+
+    # --- what is given ------------------------------------------------------------------------------------
+
+    @cached_property
+    def host(self) -> int:
+        """Pages of RAM without the fixed lines."""
+        return self.budgets.host - sum(self.fixed.values())
+
+    @cached_property
+    def all(self) -> frozenset[int]:
+        return frozenset(unit.index for unit in self.layout.units)
+
+    @cached_property
+    def update_ring(self) -> int:
+        """Pages of the device for slots through which states pass for their update."""
+        updates = self.budgets.device is not None and (self.options.split or DEFAULT_SPLIT).device_update_share
+        return slot_count(self.layout) * slot_pages(self.layout) if updates else 0
+
+    @cached_property
+    def device_homes(self) -> DeviceHomes:
+        if self.budgets.device is None:
+            return DeviceHomes(self.layout, self.options)
+        sizes = self.budgets.device, self.update_ring
+        return choose_device_homes(self.layout, self.options, *sizes, self.by_state, self.two_versions)
+
+    @cached_property
+    def weight(self) -> dict[int, int]:
+        """unit -> pages of its weights that do not live on the device. Units whose weights must be in RAM come
+        first."""
+        weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.options.asynchronous)
+        return {unit: weight[unit] for unit in sorted(weight, key=lambda unit: not self.layout.units[unit].on_host)}
+
+    @cached_property
+    def grad(self) -> dict[int, int]:
+        """The same for gradients that wait for a synchronous update."""
+        return self._by_unit(*[GRAD] * (not self.options.asynchronous))
+
+    @cached_property
+    def moment(self) -> dict[int, int]:
+        """The same for states that may live on SSD."""
+        return self._by_unit(*(state.name for state in self.layout.moments))
+
+    def _by_unit(self, *states: str) -> dict[int, int]:
+        """unit -> pages of some states, without those that live on the device."""
+        layout, at_home = self.layout, self.device_homes.at_home
+        return {
+            unit.index: sum(layout.pages(unit, state) for state in states if (unit.index, state) not in at_home)
+            for unit in layout.units
+        }
 
     # --- host RAM -----------------------------------------------------------------------------------------
 
@@ -203,10 +204,11 @@ class _Placer:
         order."""
         needed = self.needed_in_memory()
         if needed <= self.host:
-            staging = min(self.grads, self.host - sum(self.weight.values()) - sum(self.moment.values()))
-            grads_in = self.all if staging == self.grads else frozenset()
+            grads = sum(self.grad.values())
+            staging = min(grads, self.host - sum(self.weight.values()) - sum(self.moment.values()))
+            grads_in = self.all if staging == grads else frozenset()
             return _InRam(self.all, grads_in, self.all, staging)
-        if self.ssd is None:
+        if self.budgets.ssd is None:
             self._refuse(HOST, needed, self.host, "memory.host, or add memory.ssd='DIR'")
         weights_in, leases, left = self._divided_weights(needed)
         grads_in, staging = self._divided_grads(left)
@@ -217,84 +219,88 @@ class _Placer:
     def needed_in_memory(self) -> int:
         """Pages of RAM for everything that does not live on the device."""
         accumulates = (self.options.gradient_accumulation_steps or 1) > 1
-        few = self.during_backward and not (accumulates and self.ssd is None)
-        gradients = min(self.grads, self.most_staging) if few else self.grads
+        few = self.options.update_during_backward and not (accumulates and self.budgets.ssd is None)
+        gradients = self._staging(STAGED) if few else sum(self.grad.values())
         return sum(self.weight.values()) + sum(self.moment.values()) + gradients
+
+    def _staging(self, buffers: int) -> int:
+        """Pages for this many gradients of the largest unit, or for all gradients."""
+        return min(sum(self.grad.values()), buffers * max(self.grad.values()))
 
     def _divided_weights(self, everything: int) -> tuple[frozenset[int], int, int]:
         """Units whose weights need no SSD, pages of leases or of the fetch ring, and pages left for gradients and
         moments. `everything` is the number of pages that would be needed without SSD."""
-        layout, weights = self.layout, sum(self.weight.values())
-        taken = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=False)
+        layout, weights, least_staging = self.layout, sum(self.weight.values()), self._staging(self.staging_buffers)
+        taken = least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=False)
         leased_anyway = LEASES in self.fixed
         if not leased_anyway:
             kept = first_that_fit(self.weight, self.host - taken)
             if kept == self.all:
-                return kept, 0, self.host - taken - weights + self.least_staging
+                return kept, 0, self.host - taken - weights + least_staging
         slots = layout.least_ring_slots * self._slot(weights_on_ssd=True)
-        taken_if_streamed = self.least_staging + slots + layout.sharing_pages
+        taken_if_streamed = least_staging + slots + layout.sharing_pages
         left = self.host - taken_if_streamed
         leases = least = 0
-        if self.device is not None:
+        if self.budgets.device is not None:
             leases = least = FETCH_SLOTS * layout.fetch_piece_pages
         elif not leased_anyway:
             leases, least = layout.lease_pages(), layout.lease_pages(ahead=1)
-        used = sum(pages for unit, pages in self.weight.items() if unit in self.used_in_ram)
+        used = sum(self.weight[unit.index] for unit in layout.units if unit.on_host)
         if left < least + used:
             needed = taken_if_streamed + least + used
             if not leased_anyway:
                 needed = min(needed, taken + weights, everything)
             raised = ", or raise memory.embedding_limit" * (used > 0 and self.options.embedding_limit is not None)
-            setting = f"memory.host{self._or_smaller_units}{raised}"
-            self._refuse(HOST, needed, self.host, setting)
+            self._refuse(HOST, needed, self.host, f"memory.host{self._or_smaller_units}{raised}")
         leases = min(leases, left - used)
         kept = first_that_fit(self.weight, left - leases)
-        return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
+        return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + least_staging
 
     def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
         """Units whose gradients need no SSD, and pages of the staging region."""
-        if self.during_backward:
-            return frozenset(), min(self.most_staging, self.grads, left)
-        if self.grads <= left:
+        if self.options.update_during_backward:
+            return frozenset(), min(self._staging(STAGED), left)
+        if sum(self.grad.values()) <= left:
             return self.all, 0
-        return first_that_fit(self.grad, left - self.least_staging), self.least_staging
+        staging = self._staging(self.staging_buffers)
+        return first_that_fit(self.grad, left - staging), staging
 
-    def _fixed_lines(self) -> dict[str, int]:
+    @cached_property
+    def fixed(self) -> dict[str, int]:
         """Lines of RAM that do not depend on where other states live."""
         layout = self.layout
         lines = {state.name: sum(self._by_unit(state.name).values()) for state in layout.small}
-        lines[CHECKPOINT] = layout.piece_pages
-        lines[WORK] = layout.work_pages
-        if self.asynchronous:
+        lines |= {CHECKPOINT: layout.piece_pages, WORK: layout.work_pages}
+        if self.options.asynchronous:
             lines[GRAD] = lines[GRAD_QUEUE] = sum(self._by_unit(GRAD).values())
-        if self.device is not None:
+        if self.budgets.device is not None:
             buffers, elements = layout.bounce
             widest = max(map(layout.offloaded_itemsize, layout.units))
             lines[BOUNCE] = buffers * pages_for(elements * widest, layout.page_bytes)
         else:
             lines[COLLECTIVE_BUFFERS] = reduce_buffers(layout).pages
-        if self.ssd is not None:
+        if self.budgets.ssd is not None:
             lines[SERVING] = serving_pages(layout)
             if self.options.may_offload:
                 lines[ACTIVATIONS] = ACTIVATION_BUFFERS * layout.activation_buffer_pages
-        if self.device is None and layout.ranks.shards_weights:
+        if self.budgets.device is None and layout.ranks.shards_weights:
             lines[LEASES] = layout.lease_pages(ahead=1)
-            if self.ssd is not None:  # a slice does not begin where a page of its lease does
+            if self.budgets.ssd is not None:  # a slice does not begin where a page of its lease does
                 lines[FETCH_RING] = FETCH_SLOTS * layout.fetch_piece_pages
-        return {line: pages for line, pages in lines.items() if pages}
+        return with_pages(lines)
 
     # --- between host RAM and SSD -------------------------------------------------------------------------
 
     def _homes(self, kept: _InRam) -> dict[tuple[int, str], str]:
         """The tier of every state of every unit."""
         in_ram = {WEIGHT: kept.weights, GRAD: kept.grads} | {s.name: kept.moments for s in self.layout.moments}
-        if self.asynchronous:
+        if self.options.asynchronous:
             in_ram |= {WEIGHT_BACK: kept.weights, GRAD: self.all}
-        elif self.ssd is None:  # there is nowhere to spill to
+        elif self.budgets.ssd is None:  # there is nowhere to spill to
             in_ram[GRAD] = self.all
         in_ram |= {state.name: self.all for state in self.layout.small}
         return {
-            (unit, state): DEVICE if (unit, state) in self.at_home else HOST if unit in units else SSD
+            (unit, state): DEVICE if (unit, state) in self.device_homes.at_home else HOST if unit in units else SSD
             for unit in sorted(self.all)
             for state, units in in_ram.items()
             if self.layout.has(self.layout.units[unit], state)
@@ -303,7 +309,7 @@ class _Placer:
     def _home_lines(self, tier: str, homes: Mapping[tuple[int, str], str], kept: _InRam) -> dict[str, int]:
         """State -> pages of a tier that is its home, without fixed lines and buffers."""
         elsewhere = {state.name for state in self.layout.small}
-        if self.asynchronous or (self.ssd is None and kept.grads != self.all):
+        if self.options.asynchronous or (self.budgets.ssd is None and kept.grads != self.all):
             elsewhere.add(GRAD)
         lines: dict[str, int] = {}
         for (unit, state), home in homes.items():
@@ -316,93 +322,80 @@ class _Placer:
         layout = self.layout
         return sum(layout.block_pages(s.name) for s in (*[layout.weight] * weights_on_ssd, *layout.moments))
 
-    def _ring_slots(self, slot: int, taken: int) -> int:
-        """Number of slots: at least the minimum, and as many more as fit RAM, up to the blocks of the largest unit. A
-        rule that takes whole parameters gets at most one more, for the first parameter of the next unit."""
+    def _ring_slots(self, slot: int, left: int) -> int:
+        """Number of slots: at least the minimum, and as many more as fit `left` pages, up to the blocks of the largest
+        unit. A rule that takes whole parameters gets at most one more, for the first parameter of the next unit."""
         layout, least = self.layout, self.layout.least_ring_slots
         if layout.weight.whole is not None:
             most = least + 1
         else:
             most = max(-(-unit.trainable_numel // layout.block_elements) for unit in layout.units)
-        return max(least, min(most, (self.host - taken) // slot))
+        return max(least, min(most, left // slot))
 
-    def _second_version(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
-        """Pages in RAM and on SSD for another version of a unit's states. `weight_in` and `moments_in`: whether its
-        weights and moments do not live on SSD. (0, 0) if it has no second version: if most of its weights are frozen,
-        these would take the room, and its update is short. A unit with weights on the device has none either, unless
-        other states of it pass the device.
+    def _second_version(self, unit: UnitSpec, kept: _InRam) -> tuple[int, int]:
+        """Pages in RAM and on SSD for another version of a unit's states. (0, 0) if it has no second version: if most
+        of its weights are frozen, these would take the room, and its update is short. A unit with weights on the device
+        has none either, unless other states of it pass the device.
         """
+        layout, at_home = self.layout, self.device_homes.at_home
+        weight_in, moments_in = unit.index in kept.weights, unit.index in kept.moments
         if not unit.trainable_numel or (weight_in and unit.is_mostly_frozen):
             return 0, 0
-        if (unit.index, WEIGHT) in self.at_home and unit.index not in self.device_homes.second_weights:
+        if (unit.index, WEIGHT) in at_home and unit.index not in self.device_homes.second_weights:
             return 0, 0
-        layout = self.layout
+        if layout.shares_experts and unit.index in layout.expert_units:
+            return 0, 0  # other ranks use them in their own order, and add to their gradients late
         in_ram = [*[layout.weight] * weight_in, *(layout.states[1:] if moments_in else layout.small)]
         on_ssd = self.weight[unit.index] * (not weight_in) + self.moment[unit.index] * (not moments_in)
-        return sum(layout.pages(unit, s.name) for s in in_ram if (unit.index, s.name) not in self.at_home), on_ssd
+        return sum(layout.pages(unit, s.name) for s in in_ram if (unit.index, s.name) not in at_home), on_ssd
 
-    def _speculate(self, kept: _InRam, slot: int, host: dict[str, int], ssd: dict[str, int]) -> frozenset[int]:
-        """Units of which two versions fit. Adds the lines for the second ones.
+    def _speculated(self, kept: _InRam, ram: int, ssd: int) -> tuple[frozenset[int], int, int]:
+        """Units of which second versions fit `ram` pages in RAM and `ssd` on SSD, and the pages that these take.
 
         Units with moments on SSD come first, because their updates take longest. The others are chosen only with a
         separate device: if the CPU computes, they gain nothing.
         """
-        if not self.speculates:
-            return frozenset()
-        left = self.host - sum(host.values()) - self.layout.least_ring_slots * slot
-        free = (self.ssd or 0) - sum(ssd.values()) - self._checkpoint_room_on_ssd(ssd)
-        needs = {
-            u.index: self._second_version(u, u.index in kept.weights, u.index in kept.moments)
-            for u in self.layout.units
-        }
-        if self.layout.shares_experts:  # other ranks use them in their own order, and add to their gradients late
-            needs |= dict.fromkeys(self.layout.expert_units, (0, 0))
-        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
-        if self.device is not None:
-            more, more_ram, more_pages = last_that_fit({u: needs[u] for u in kept.moments}, left - ram, free - pages)
-            chosen, ram, pages = chosen | more, ram + more_ram, pages + more_pages
-        host.update({VERSIONS: ram} if ram else {})
-        ssd.update({VERSIONS: pages} if pages else {})
-        return chosen
+        if not self.options.may_speculate:
+            return frozenset(), 0, 0
+        needs = {unit.index: self._second_version(unit, kept) for unit in self.layout.units}
+        first, in_ram, on_ssd = last_that_fit({u: needs[u] for u in self.all - kept.moments}, ram, ssd)
+        if self.budgets.device is None:
+            return first, in_ram, on_ssd
+        then, more, more_on_ssd = last_that_fit({u: needs[u] for u in kept.moments}, ram - in_ram, ssd - on_ssd)
+        return first | then, in_ram + more, on_ssd + more_on_ssd
 
     def _checkpoint_room_in_ram(self, host: Mapping[str, int]) -> int:
         """Pages for new versions of states in RAM that a checkpoint has not written when their next update comes, if
         they fit. 0 if activations may go to RAM, which they do in every step."""
-        if self.options.may_offload and self.device is not None:
+        if self.options.may_offload and self.budgets.device is not None:
             return 0
         return sum(host.get(state.name, 0) for state in self.layout.states) // MOVED_SHARE
 
-    def _checkpoint_room_on_ssd(self, ssd: Mapping[str, int]) -> int:
+    def _checkpoint_room_on_ssd(self, homes: Mapping[tuple[int, str], str], ssd: Mapping[str, int]) -> int:
         """Pages on SSD for changes while checkpoints keep their own pages: as many checkpoints as requested, or as
-        fit. Frozen weights do not change."""
-        needed = sum(ssd.values()) - ssd.get(VERSIONS, 0)
-        state = needed - ssd.get(GRAD, 0) - self.frozen_on_ssd
-        if self.options.keep_checkpoints is not None:
-            return self.options.keep_checkpoints * state
-        return state if needed + state <= (self.ssd or 0) else 0
-
-    def _add_checkpoint_room(self, ssd: dict[str, int]) -> None:
-        """Add that room to the lines of SSD. Refuses a budget that is too small for all lines."""
-        needed, spare, available = (
-            sum(ssd.values()) - ssd.get(VERSIONS, 0),
-            self._checkpoint_room_on_ssd(ssd),
-            self.ssd or 0,
-        )
+        fit. Frozen weights do not change. Refuses a budget that is too small for these and the lines of SSD."""
+        needed, available, units = sum(ssd.values()), self.budgets.ssd or 0, self.layout.units
         if needed > available:
             self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
+        on_ssd = [(units[unit], state) for (unit, state), home in homes.items() if home == SSD and state in ssd]
+        changing = needed - ssd.get(GRAD, 0) - sum(self.layout.frozen_pages(*extent) for extent in on_ssd)
+        if self.options.keep_checkpoints is None:
+            return changing if needed + changing <= available else 0
+        spare = self.options.keep_checkpoints * changing
         if needed + spare > available:
             setting = "memory.ssd='DIR:SIZE', or lower memory.ssd_checkpoints (--save-total-limit; 0: copy)"
             self._refuse(SSD, needed + spare, available, setting)
-        if spare:
-            ssd[VERSIONS] = ssd.get(VERSIONS, 0) + spare
+        return spare
 
     # --- a device of its own ------------------------------------------------------------------------------
 
     def _device_lines(self) -> dict[str, int]:
-        if self.device is None:
+        if self.budgets.device is None:
             return {}
         layout = self.layout
-        leased = [u for u in layout.units if (u.index, WEIGHT) not in self.at_home or layout.is_sliced(u, WEIGHT)]
+        leased = [
+            u for u in layout.units if (u.index, WEIGHT) not in self.device_homes.at_home or layout.is_sliced(u, WEIGHT)
+        ]
         total = sum(map(layout.lease_of, leased))
         lines = {COLLECTIVE_BUFFERS: reduce_buffers(layout).pages, UPDATE_RING: self.update_ring}
         beside = sum(lines.values()) + sum(self.device_homes.second_weights.values())
@@ -411,19 +404,20 @@ class _Placer:
             beside += self.device_homes.most(unit, states)
             for line, pages in self.device_homes.lines(unit, states).items():
                 lines[line] = lines.get(line, 0) + pages
-        leases = min(self.device - beside, total)
+        leases = min(self.budgets.device - beside, total)
         least = min(layout.lease_pages(ahead=1), total)
         if leases < least:
             setting = f"memory.device{self._or_smaller_units}"
             setting += ", or lower split.device_update_share" * (self.update_ring > 0)
             self._refuse(DEVICE, least + beside, leases + beside, setting)
         lines[LEASES] = leases
-        return {line: pages for line, pages in lines.items() if pages}
+        return with_pages(lines)
 
     def _updated_on_device(self) -> frozenset[int]:
         """Units with states on the device, and the requested share of all."""
-        share = on_device(self.trained, self.split.device_update_share) if self.update_ring else frozenset()
-        return frozenset(unit for unit, _ in self.at_home) | share
+        trained = (unit for unit in self.layout.units if unit.trainable_numel)
+        share = (self.options.split or DEFAULT_SPLIT).device_update_share if self.update_ring else 0.0
+        return frozenset(unit for unit, _ in self.device_homes.at_home) | on_device(trained, share)
 
     @property
     def _or_smaller_units(self) -> str:
@@ -434,8 +428,9 @@ class _Placer:
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes
         if tier == HOST:
-            needed, available = needed + self.reserved, available + self.reserved
-            if self.asynchronous:
+            reserved = sum(self.fixed.values())
+            needed, available = needed + reserved, available + reserved
+            if self.options.asynchronous:
                 grads = format_bytes(self.fixed.get(GRAD, 0) * page)
                 setting += f", or set update='sync': async keeps the gradients of 2 steps in RAM, {grads} each"
         raise BudgetError(
@@ -445,6 +440,11 @@ class _Placer:
             tier=tier,
             needed_bytes=needed * page,
         )
+
+
+def with_pages(lines: Mapping[str, int]) -> dict[str, int]:
+    """The lines that have pages."""
+    return {line: pages for line, pages in lines.items() if pages}
 
 
 def last_that_fit(pages: Mapping[int, tuple[int, int]], ram: int, ssd: int) -> tuple[frozenset[int], int, int]:

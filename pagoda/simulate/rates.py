@@ -148,13 +148,13 @@ class Rates:
         "Doubling all2all Performance with NVIDIA Collective Communication Library 2.12", NVIDIA's blog, 2022), or over
         the spine, if that is faster. Rings stay on their rails, so they never need the spine.
         """
-        inside, straying = exchange.sent - exchange.leaving, exchange.straying
+        inside = exchange.sent - exchange.over_network
         seconds = [inside / self._inside()] if inside else [0.0]
-        if exchange.leaving:
-            seconds.append(exchange.leaving * exchange.sharing / self._across())
-        if straying:
-            spine = straying * exchange.sharing * self._hardware.oversubscription / self._across()
-            seconds.append(min((inside + straying) / self._inside(), spine))
+        if exchange.over_network:
+            seconds.append(exchange.over_network * exchange.senders_at_once / self._across())
+        if rerouted := exchange.to_other_rails:
+            spine = rerouted * exchange.senders_at_once * self._hardware.oversubscription / self._across()
+            seconds.append(min((inside + rerouted) / self._inside(), spine))
         return max(seconds)
 
     def _inside(self) -> float:

@@ -110,7 +110,8 @@ def test_stages_share_the_network_only_where_they_are_on_different_nodes() -> No
     halves = Ranks(2, PER_NODE, pipeline_parallel=4)
     first, second, third, last = (sent(stage, halves) for stage in range(4))
     assert [len(each) for each in (first, second, third, last)] == [1, 2, 2, 1]
-    assert [each.leaving > 0 for each in (*first, *second, *third, *last)] == [False, False, True, True, False, False]
+    crosses = [each.over_network > 0 for each in (*first, *second, *third, *last)]
+    assert crosses == [False, False, True, True, False, False]
     assert [(each.forward, each.backward) for each in second] == [(1, 0), (0, 1)]
     assert Rates(NODE).exchange_seconds(first[0]) == pytest.approx(GB / 1e11)
     assert Rates(NODE).exchange_seconds(third[0]) == pytest.approx(2 * GB / 1e10)  # of two ranks

@@ -244,7 +244,7 @@ def test_ranks_of_one_domain_send_as_within_a_node_and_share_the_adapters_of_all
     assert ring(16, joined=4) == pytest.approx(15 * GIB / 1e11)
     assert ring(16, joined=2) == pytest.approx(16 * GIB / 2 / 2e10)
     (tokens,) = of_tokens({"experts": GIB}, shared(16, expert_parallel=16, nodes_per_domain=4))
-    assert tokens.leaving == 0
+    assert tokens.over_network == 0
 
 
 @pytest.mark.parametrize(
@@ -262,25 +262,25 @@ def test_bytes_for_another_rail_go_through_the_node_or_over_the_spine(
     node = replace(NODE, rails=4, oversubscription=oversubscription, intra_node_bytes_per_s=figure(inside))
     ranks = shared(16, expert_parallel=16, rails=4)
     (tokens,) = of_tokens({"experts": 15 * GIB}, ranks)
-    assert (tokens.leaving, tokens.straying) == (12 * GIB, 9 * GIB)
+    assert (tokens.over_network, tokens.to_other_rails) == (12 * GIB, 9 * GIB)
     assert Rates(node, ranks).exchange_seconds(tokens) == pytest.approx(adapter_gib * GIB / 1e10)
-    assert tokens.scaled(2).straying == 2 * tokens.straying
+    assert tokens.scaled(2).to_other_rails == 2 * tokens.to_other_rails
     (heads,) = of_heads(["layer"], 16 * GIB, shared(16, rails=2), 16)
-    assert (heads.leaving, heads.straying) == (12 * GIB, 6 * GIB)
+    assert (heads.over_network, heads.to_other_rails) == (12 * GIB, 6 * GIB)
 
 
-@pytest.mark.parametrize(("rails", "straying"), [(1, 0), (2, 0), (4, GIB)])
-def test_stages_of_half_a_node_send_to_ranks_on_other_rails(rails: int, straying: int) -> None:
+@pytest.mark.parametrize(("rails", "to_other_rails"), [(1, 0), (2, 0), (4, GIB)])
+def test_stages_of_half_a_node_send_to_ranks_on_other_rails(rails: int, to_other_rails: int) -> None:
     before, after = of_stage(GIB, shared(2, pipeline_parallel=4, rails=rails), 2)
-    assert (before.leaving, before.straying, before.sharing) == (GIB, straying, 2)
-    assert after.leaving == 0
+    assert (before.over_network, before.to_other_rails, before.senders_at_once) == (GIB, to_other_rails, 2)
+    assert after.over_network == 0
 
 
 def test_ranks_that_divide_sequences_send_each_other_equal_parts() -> None:
     (one,) = of_heads(["layer"], 16 * GIB, shared(16), 16)
-    assert (one.sent, one.leaving, one.sharing) == (15 * GIB, 12 * GIB, PER_NODE)
+    assert (one.sent, one.over_network, one.senders_at_once) == (15 * GIB, 12 * GIB, PER_NODE)
     (inside,) = of_heads(["layer"], 16 * GIB, shared(16), PER_NODE)
-    assert (inside.sent, inside.leaving) == (16 * GIB * (PER_NODE - 1) // PER_NODE, 0)
+    assert (inside.sent, inside.over_network) == (16 * GIB * (PER_NODE - 1) // PER_NODE, 0)
 
 
 # --- experts ----------------------------------------------------------------------------------------------

@@ -167,7 +167,8 @@ class World:
         device = program.device
         if likely and not device.healthy and self.haste.random() < likely:
             device.failed += 1
-            ring = [range(slot.address, slot.address + slot.nbytes) for slot in program.engine.store.slots]
+            slots = ((slot.tensor(torch.uint8).data_ptr(), slot.nbytes) for slot in program.engine.store.slots)
+            ring = [range(start, start + nbytes) for start, nbytes in slots]
             device.failed_in_place |= any(all(each not in slot for slot in ring) for each in changed)
             raise DeviceError("a kernel of this world failed")
 
