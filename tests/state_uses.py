@@ -290,7 +290,7 @@ USES: dict[str, Use] = {
     "operators": each(lambda v: v.__imul__(0.5)),
     "data": each(lambda v: v.data.zero_(), 0, 1, 2),
     "new data": each(lambda v: setattr(v, "data", v.data.abs() + 2**-10), 0),
-    "foreach": lambda of: torch._foreach_mul_(tensors(of), 0.5) if tensors(of) else None,
+    "foreach": lambda of: tensors(of) and torch._foreach_mul_(tensors(of), 0.5) and None,
     "resampled": resampled,
     "pruned": prune,
     "popped": lambda of: [of.optimizer.state.pop(param, None) for param in of.params[1:3]] and None,

@@ -274,7 +274,7 @@ def train(
             setattr(Store, method.__name__, slowed(method))
         recipe = {**recipe, "steps": len(departures["factors"]), "announced": True}
     made = recipe_of(recipe)
-    if guesses is not None and (kind, made.moments) != ("ssd", "fp32"):
+    if guesses is not None and kind != "ssd":
         room = sum(param.numel() for param in made.build().parameters()) * 2 + 16 * PAGE
     update = pagoda.Updates("async" if "late" in recipe else "sync", speculate=bool(guesses))
     model, optimizer = wrapped(made, kind, out, stage, replicas, ordered, room=room, update=update)
