@@ -229,7 +229,7 @@ def test_a_server_generates_from_weights_that_are_streamed_to_it(
     expected = trained("GRPO", tmp_path / "stock", **CASES[case](tmp_path), settings=settings)
     monkeypatch.setattr(Server, "keeps", True)
     paged = trained("GRPO", tmp_path / "paged", paging=paging, **CASES[case](tmp_path), settings=settings)
-    rounding = {} if case == "GRPO" else {"rel": 1e-4, "abs": 1e-7}
+    rounding = {} if case == "GRPO" else {"rel": 1e-4, "abs": 1e-6}  # some losses are 0 but for rounding
     for found, wanted in zip(logged(paged, *figures), logged(expected, *figures), strict=True):
         assert found == (pytest.approx(wanted, **rounding) if rounding else wanted)
     assert paged.optimizer.stats.peak_bytes["host"] <= 300 << 10
