@@ -169,7 +169,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "grad, PAST, accumulate",
         ),
         "an OFFLOAD ends before its gradient has arrived": (
-            "                return taken\n",
+            "                return event\n",
             "                return PAST\n",
         ),
         "a second backward replaces the gradient": (
