@@ -96,7 +96,7 @@ class UpdateRecord:
     """One update of a unit."""
 
     unit: int
-    record: GradientRecord
+    gradient: GradientRecord
     """The gradient that it uses."""
     speculative: bool = False
     """True until `step()` confirms the update."""

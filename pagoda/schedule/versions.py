@@ -188,12 +188,12 @@ class Versions:
         weights = self.of[unit]
         missing = version - weights.newest
         if missing == 0 and weights.sharing:
-            return weights.sharing[-1].record
+            return weights.sharing[-1].gradient
         if not self._plan.ranks_fetch_alike or missing <= 0:
             return None
         coming = [weights.update, *weights.later]
         to_come = [each for each in coming if each and not (each.speculative or each.has_written)]
-        return to_come[missing - 1].record
+        return to_come[missing - 1].gradient
 
     def settled(self, unit: int) -> int | None:
         """The version of a unit's states. None while they change."""
