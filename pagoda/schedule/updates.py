@@ -326,7 +326,7 @@ class UpdateSchedule:
         states are in the runs in which the checkpoint will find them."""
         versions = self._versions
         return not self._checkpoint.left and not any(
-            weights.speculative or versions.is_moving(unit) for unit, weights in enumerate(versions.of)
+            weights.speculative or versions.final_update_moves(unit) for unit, weights in enumerate(versions.of)
         )
 
     def drain(self, draining: bool) -> None:
@@ -434,7 +434,7 @@ class UpdateSchedule:
         asks whether anything refers to them."""
         unit = update.unit
         leased = self._plan.units[unit].lease_frames or self._plan.asynchronous
-        if leased or update.may_move or not self._versions.weights_move(unit):
+        if leased or update.may_move or not self._versions.weights_are_needed(unit):
             return True
         self._checkpoint.hurry(unit)
         if update.query is None:
