@@ -502,8 +502,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "schedule/updates.py": {
         "a failed update keeps its gradients for ever": (
-            "self._gradients.used(update.record, last=True)",
-            "self._gradients.drop(update.record)",
+            "self._gradients.used(update.gradient, last=True)",
+            "self._gradients.drop(update.gradient)",
             "schedule/test_schedule.py",
         ),
         "a speculative update that failed is not undone": (

@@ -197,10 +197,7 @@ class Stepper:
             self.scaler.end_step(skipped=True)
             return None
         except Exception as error:
-            gradients = self.gradients.of_step()
-            lost = any(handle.done and not handle.succeeded for each in gradients.values() for handle in each.pending)
-            lost = lost or self.rank_group.mesh.size > 1 or isinstance(error, BudgetError)
-            if lost and any(unit.updated for unit in self._units):  # it can be neither taken nor dropped any more
+            if self._is_lost(error) and any(unit.updated for unit in self._units):  # it cannot be dropped either
                 self._executor.damage.note(error)
             raise
         if self._clip_grad_norm is not None and norms.total is not None:
@@ -216,6 +213,12 @@ class Stepper:
             self.scaler.end_step(skipped=False)
         self._clear_step()
         return norms
+
+    def _is_lost(self, error: Exception) -> bool:
+        """Whether a step whose norms have raised `error` can never be taken."""
+        handles = (handle for gradient in self.gradients.of_step().values() for handle in gradient.pending)
+        failed = any(handle.done and not handle.succeeded for handle in handles)
+        return failed or self.rank_group.mesh.size > 1 or isinstance(error, BudgetError)
 
     def _check_kept(self, hypers: NextHypers) -> None:
         """Raises UsageError if hyperparameters differ from those that updates during backward have used, or if the user

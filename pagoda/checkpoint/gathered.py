@@ -34,12 +34,12 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = [params]
     states = {id(param): state for param in params if (state := state_of(param)) is not None}
     taken: list[ParameterState] = []
-    block = threading.Lock()
+    lock = threading.Lock()
     # Otherwise graphs would keep the parameters themselves, which later hold placeholders.
     packing = next((packing for s in states.values() if (packing := s.engine.graphs.packing).enter()), None)
     if packing is not None:
-        packing.block = block
-    with block:
+        packing.gathered_lock = lock
+    with lock:
         try:
             for state in states.values():
                 engine, unit, slot = state
@@ -50,7 +50,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
                         raise UsageError(f"{state.name!r} cannot be gathered while its module's forward is running.")
                     values = state.read(WEIGHT)
                     taken.append(state)
-                    unit.gathered[slot] = Gathered(_hash(values), block)
+                    unit.gathered[slot] = Gathered(_hash(values), lock)
                     unit.set_part(slot, unit.shown(slot, values.to(unit.placeholders[slot].device)))
                     unit.used |= torch.is_grad_enabled()
             yield

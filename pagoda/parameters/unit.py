@@ -124,7 +124,7 @@ class Gathered:
 
     hash: int
     """Of the values that pages have."""
-    block: threading.Lock
+    lock: threading.Lock
     """Held inside the block."""
 
 
@@ -193,7 +193,7 @@ class LiveUnit:
     @property
     def gathered(self) -> "dict[int, Gathered]":
         """Slots whose parameters hold real tensors because the user asked for it."""
-        for slot in [slot for slot, copy in self._gathered.items() if not copy.block.locked()]:
+        for slot in [slot for slot, copy in self._gathered.items() if not copy.lock.locked()]:
             self.give_back(slot)  # an exception, as that of Ctrl-C, has cut off the end of the block
         return self._gathered
 

@@ -78,7 +78,7 @@ class Arrival:
             return self._square_sum
 
 
-def taken(kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor) -> list[float]:
+def store_in_ram(kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor) -> list[float]:
     """Store or add a flat gradient in RAM. Returns one sum of squares per BOUNCE_ELEMENTS elements."""
     n = gradient.numel()
     return [
@@ -153,7 +153,7 @@ class Device:
     ) -> Arrival:
         """Copy a flat gradient to its home, on the device or in RAM, once compute has passed `after`. In RAM it keeps
         its dtype. The sum of squares has the bits of the CPU's `kernel`. Called by one thread only."""
-        sums = taken(kernel, target, gradient)
+        sums = store_in_ram(kernel, target, gradient)
         return Arrival((), lambda: sums)
 
     def update_kernel(

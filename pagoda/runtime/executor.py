@@ -209,7 +209,7 @@ class Executor:
             records = [weights.requested, self._scheduler.gradient_of(unit.index)]
             for update in filter(None, (*one_each, *weights.later, *weights.sharing)):
                 update.payload = None
-                records.append(update.record)
+                records.append(update.gradient)
             for record in filter(None, records):
                 record.payload = None
         self._held.clear()
@@ -288,7 +288,7 @@ class Executor:
 
     def _update(self, operation: Update) -> None:
         update = operation.update
-        gradient: UnitGradient = update.record.payload
+        gradient: UnitGradient = update.gradient.payload
         updated, written = update.payload = Handle(), Handle()
         store, unit = self._store, operation.unit
         extents = Extents(store.newest_runs(unit), store.named(unit, update.runs))
@@ -335,7 +335,7 @@ class Executor:
 
     def _end_gradient_with(self, update: UpdateRecord) -> None:
         """An update is final: when its handles end, so do those of its gradient, for which others wait."""
-        gradient: UnitGradient = update.record.payload
+        gradient: UnitGradient = update.gradient.payload
         updated, written = update.payload
         updated.then(gradient.updated.finish)
         written.then(gradient.written.finish)
@@ -347,7 +347,7 @@ class Executor:
 
     def _share(self, operation: Share) -> None:
         assert self._share_weights is not None, "only ranks share"
-        gradient: UnitGradient = operation.update.record.payload
+        gradient: UnitGradient = operation.update.gradient.payload
         handle = self._share_weights(gradient)
         handle.then(gradient.shown.finish)
         handle.then(partial(self._shared, operation))

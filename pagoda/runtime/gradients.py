@@ -21,7 +21,7 @@ from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import HOST, LaneName, update_threads
 from pagoda.runtime.buffers import BufferPool
-from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, taken
+from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, store_in_ram
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.next_update import Segment
@@ -132,7 +132,7 @@ class UnitGradient:
         return min(((self.order[slot], slot) for slot in here), default=None)
 
 
-class _Taken(NamedTuple):
+class _Arrived(NamedTuple):
     """The event of arriving gradients of parameters. After it, the unit's gradient has their sums of squares."""
 
     gradient: UnitGradient
@@ -227,7 +227,7 @@ class GradientBuffers:
         return UnitGradient(unit, shared=self._store.plan.layout.gathers_after_update(unit.spec))
 
     def add(self, gradient: UnitGradient, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
-        """Take a parameter's gradient, to be stored in its buffer or added to it."""
+        """Accept a parameter's gradient, to be stored in its buffer or added to it."""
         self.count(gradient, slot, accumulate)
         grad = grad.to(self.arriving(gradient.unit)).contiguous().view(-1)
         self._device.computing()
@@ -272,7 +272,7 @@ class GradientBuffers:
                     if on_device:
                         arrived = [self._device.store_gradient(kernel, into, given, issued).square_sum()]
                     else:
-                        arrived = taken(kernel, into, given)
+                        arrived = store_in_ram(kernel, into, given)
                     sums += arrived if mine.start <= start < mine.stop else []
             gradient.square_sums[slot] = math.fsum(sums)
 
@@ -328,9 +328,8 @@ class GradientBuffers:
         """
         spec = gradient.unit.spec
         at = start - self._store.shards.updated(spec).start + self._store.shards.origin(spec, GRAD)
-        return self._take(
-            gradient.unit, gradient.buffer[at : at + values.numel()], values, PAST, accumulate
-        ).square_sum()
+        into = gradient.buffer[at : at + values.numel()]
+        return self._put(gradient.unit, into, values, PAST, accumulate).square_sum()
 
     def let_go(self) -> None:
         """Let go of all buffers."""
@@ -367,27 +366,27 @@ class GradientBuffers:
     def _submit(self, made: list[_Made], gradient: UnitGradient) -> Handle:
         unit = gradient.unit
 
-        def take() -> Event:
+        def deliver() -> Event:
             arrivals, buffer = [], gradient.buffer
             for slot, values, issued, accumulate in made:
                 spec = unit.spec.slots[slot]
                 into = buffer[spec.offset : spec.offset + spec.param.numel]
-                arrivals.append((slot, self._take(unit, into, values, issued, accumulate)))
-            taken = _Taken(gradient, arrivals)
+                arrivals.append((slot, self._put(unit, into, values, issued, accumulate)))
+            event = _Arrived(gradient, arrivals)
             if not all(arrival.is_there for _, arrival in arrivals):
-                return taken
-            taken.synchronize()
+                return event
+            event.synchronize()
             return PAST
 
         stays = unit.spec.on_host or self._store.lives_on_device(unit.index, GRAD)
         nbytes = sum(each.values.nbytes for each in made)
         # A store follows earlier stores in the device's queue. An addition needs the earlier gradients to have arrived.
         after = gradient.pending if any(each.accumulate for each in made) else ()
-        handle = self._lanes[LaneName.D2H].submit(take, after, 0 if stays else nbytes, f"offload {unit.spec.name}")
+        handle = self._lanes[LaneName.D2H].submit(deliver, after, 0 if stays else nbytes, f"offload {unit.spec.name}")
         self._in_flight.add(handle, nbytes)
         return handle
 
-    def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
+    def _put(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
         """Store or add a flat gradient of shape [n]. The sum of squares is that of the result. Runs on the d2h lane."""
         kernels = gradient_kernels(into.dtype, grad.dtype)
         kernel = kernels.add_gradient if accumulate else kernels.store_gradient
@@ -398,29 +397,29 @@ class GradientBuffers:
         if not accumulate and not in_ram and (lives_there or into.dtype is grad.dtype):
             return self._device.store_gradient(kernel, into, grad, issued)
         if self._adders is not None and not in_ram:
-            return self._take_bounced(into, kernel, grad, issued, self._adders)
-        sums = taken(kernel, into, grad)
+            return self._add_bounced(into, kernel, grad, issued, self._adders)
+        sums = store_in_ram(kernel, into, grad)
         return Arrival((), lambda: sums)
 
-    def _take_bounced(
+    def _add_bounced(
         self, into: torch.Tensor, kernel: StoreGradient, grad: torch.Tensor, issued: Event, adders: Lane
     ) -> Arrival:
         """Add a gradient from a separate device, or widen it. Several threads do so, each with another piece. For a
         small gradient, waking them would take longer."""
         sums: list[float] = []
 
-        def take(at: int) -> None:
+        def add(at: int) -> None:
             piece = grad[at : at + self._bounced]
             with self._bounce.one() as room:
                 landing = room.tensor(piece.dtype, piece.numel())
                 self._device.copy_out(landing, piece, issued).synchronize()
-                sums.extend(taken(kernel, into[at:], landing))
+                sums.extend(store_in_ram(kernel, into[at:], landing))
 
         if grad.numel() <= BOUNCE_ELEMENTS:
-            take(0)
+            add(0)
             return Arrival((), lambda: sums)
         starts = range(0, grad.numel(), self._bounced)
-        return Arrival([_Added([adders.submit(partial(take, at)) for at in starts])], lambda: sums)
+        return Arrival([_Added([adders.submit(partial(add, at)) for at in starts])], lambda: sums)
 
 
 def _payload(record: GradientRecord | None) -> UnitGradient | None:

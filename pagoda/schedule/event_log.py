@@ -105,7 +105,7 @@ def _facts(value: Any) -> Any:
         case Lease():
             return [_facts(value.run), value.version]
         case UpdateRecord():
-            return [value.record.step, _facts(value.runs)]
+            return [value.gradient.step, _facts(value.runs)]
         case GradientRecord():
             return [value.step, _facts(value.run), value.own_buffer]
         case PageRun():

@@ -18,14 +18,14 @@ it is being filled. The executor makes such an operation wait for what is under 
 because it changes no weights before it is confirmed.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from math import inf
 
 from pagoda.memory.page import PageRun
+from pagoda.schedule.agenda import Agenda
 from pagoda.schedule.frames import Frames
+from pagoda.schedule.idle_leases import IdleLeases
 from pagoda.schedule.operations import Evict, Operation, Outdate, SchedulePlan
 from pagoda.schedule.order import Order
 from pagoda.schedule.records import Lease
@@ -34,65 +34,6 @@ from pagoda.schedule.versions import Versions
 MOST_PREFETCHES = 2
 """A prefetch starts only while fewer FETCHes than this run. More would delay fetches for which compute waits. How far
 ahead of compute leases are filled depends on their frames alone (`plan/buffers.py`, LEASES_AHEAD)."""
-_CANDIDATES = 16
-"""The number of slabs in which a prefetch looks for frames. A fetch for which compute waits looks in all slabs."""
-_MOST_STALE = 4
-"""If the heap has more entries per unit than this, it is rebuilt without its outdated entries."""
-
-
-class Agenda:
-    """Units, each with one time. Changing a time costs as much as adding a unit. Of units with the same time, the
-    smallest is first."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[float, int, int]] = {}
-        """unit -> (time, size, unit)."""
-        self._heap: list[tuple[float, int, int]] = []
-        """Entries. One that is not in `_entries` is outdated."""
-
-    def put(self, unit: int, time: float, size: int = 0) -> None:
-        """Set the time and the size of a unit."""
-        entry = (time, size, unit)
-        if self._entries.get(unit) == entry:
-            return
-        self._entries[unit] = entry
-        heappush(self._heap, entry)
-        if len(self._heap) > _MOST_STALE * len(self._entries):
-            self._heap = [*self._entries.values()]
-            heapify(self._heap)
-
-    def in_order(self) -> Generator[tuple[float, int]]:
-        """Every time and its unit, the least first. Meanwhile units may be removed or get other times. A unit that gets
-        another time when it is yielded comes again at that time. Close the generator before anything else is asked."""
-        taken: dict[tuple[float, int, int], None] = {}
-        try:
-            while self.first() is not None:
-                time, _, unit = entry = heappop(self._heap)
-                if entry not in taken:  # else `put` has rebuilt the heap
-                    taken[entry] = None
-                    yield time, unit
-        finally:
-            for entry in taken:
-                if self._entries.get(entry[-1]) is entry:
-                    heappush(self._heap, entry)
-
-    def first(self) -> tuple[float, int] | None:
-        """The least time and its unit; None if there are no units."""
-        while self._heap:
-            time, _, unit = entry = self._heap[0]
-            if self._entries.get(unit) is entry:
-                return time, unit
-            heappop(self._heap)
-        return None
-
-    def time(self, unit: int) -> float:
-        """The time of a unit. Infinite if it has none."""
-        entry = self._entries.get(unit)
-        return inf if entry is None else entry[0]
-
-    def remove(self, unit: int) -> None:
-        """Remove a unit and its time."""
-        del self._entries[unit]
 
 
 @dataclass(eq=False, repr=False)
@@ -126,17 +67,9 @@ class Leases:
         """unit -> the number of its users that wait for it, in the order in which units began to wait."""
         self._last_used = -1
         """The unit that compute used last."""
-        self._missing = Agenda()
-        """Units that may need a lease, by the time of their next use. That time may have passed."""
-        self._idle = [Agenda() for _ in range(self.frames.slabs)]
-        """By slab, units whose lease may make room, by minus the time of the lease's next use. That time may have
-        passed."""
-        self._idle_slabs = Agenda()
-        """Slabs that may have such units, by the least time in their `_idle`."""
-        self._no_room: dict[int, tuple[int, float]] = {}
-        """Slab -> the frames and the time for which its leases could not make room. It holds for more frames and later
-        times, too. It is forgotten when a lease there becomes idle or free. An expected use that does not happen does
-        not clear it, so a prefetch may begin later."""
+        self._missing = Agenda(self._use_if_missing)
+        """Units that may need a lease, by the time of their next use."""
+        self._idle = IdleLeases(self.frames, self._leases, self._next_use_if_idle)
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True
@@ -177,7 +110,7 @@ class Leases:
         if not self._users[unit]:
             self.changes = self.changes or unit != self._last_used or unit in self._waiting
             self._waiting.pop(unit, None)
-            self._note_idle(unit)
+            self._idle.note(unit)
 
     def issued(self, lease: Lease) -> None:
         """The copy that fills a lease is in the device's queue, so compute can continue behind it."""
@@ -189,7 +122,7 @@ class Leases:
         if lease.ended_by is not None:
             self._reclaim(lease)
         else:
-            self._note_idle(lease.unit)
+            self._idle.note(lease.unit)
 
     def ended(self, lease: Lease, failed: bool = False) -> None:
         """The fetch of a lease has ended. A failed fetch is tried again as long as compute waits for it."""
@@ -215,7 +148,7 @@ class Leases:
         self.changes = True
         del self._owner[lease.run.start]
         self.frames.free(lease.run)
-        self._no_room.pop(self.frames.slab_of(lease.run), None)
+        self._idle.freed(lease.run)
 
     def others_read(self, unit: int, begin: bool) -> None:
         """Another rank begins or ends a read of a unit's weights in their home."""
@@ -238,7 +171,7 @@ class Leases:
         self.changes = True
         for unit in range(len(self._users)) if retraced else self._after_step:
             self._note_missing(unit)
-            self._note_idle(unit)
+            self._idle.note(unit)
         self._after_step.clear()
 
     # --- questions ---
@@ -308,11 +241,7 @@ class Leases:
         """The unit to prefetch next: the one that is used first. None also if that unit waits for its update."""
         while (first := self._missing.first()) is not None:
             use, unit = first
-            if unit in self._leases:
-                self._missing.remove(unit)  # it comes back when its lease ends
-            elif use != self._order.next_use(unit):
-                self._note_missing(unit)  # that use has passed
-            elif use == inf or not self._order.is_expected(unit):
+            if use == inf or not self._order.is_expected(unit):
                 self._missing.remove(unit)  # the trace never uses it
             elif self._updated_before(unit, use):
                 self._missing.remove(unit)
@@ -322,10 +251,15 @@ class Leases:
                 return None if self._versions.fetchable(unit) is None else unit
         return None
 
-    def _next_use_of_lease(self, unit: int) -> float:
-        """The time of the next use of a lease of a unit. Infinite if an update ends the lease before."""
-        use = self._order.next_use(unit)
-        return inf if self._updated_before(unit, use) else use
+    def _use_if_missing(self, unit: int) -> tuple[float, int] | None:
+        return None if unit in self._leases else (self._order.next_use(unit), 0)
+
+    def _next_use_if_idle(self, lease: Lease) -> float | None:
+        """The time of a lease's next use. Infinite if an update ends the lease before. None if it may not make room."""
+        if not self._may_end(lease):
+            return None
+        use = self._order.next_use(lease.unit)
+        return inf if self._updated_before(lease.unit, use) else use
 
     def _updated_before(self, unit: int, use: float) -> bool:
         return self._plan.units[unit].trained and use > self._order.step
@@ -338,77 +272,16 @@ class Leases:
             assert version is not None
             run = self.frames.alloc(count)
             if run is None:
-                if not self._reclaiming:
-                    self._make_room(count, needed_at)
+                for victim in () if self._reclaiming else self._idle.victims(count, needed_at):
+                    self._end(self._owner[victim.start], by=Evict)
                 return
             lease = self._leases[unit] = self._owner[run.start] = Lease(unit, run, version)
             self._filling += 1
             self._fetching[unit].append(version)
             self._versions.begin_read(unit, lease)
             if self._plan.ranks_fetch_alike:
-                self._note_idle(unit)
+                self._idle.note(unit)
             yield lease
-
-    def _make_room(self, count: int, needed_at: float) -> None:
-        """End the leases that are used last, all after `needed_at`, so that `count` adjacent frames are free."""
-        tried: list[tuple[int, float]] = []
-        victims: list[PageRun] | None = None
-        while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
-            if (first := self._idle_slabs.first()) is None:
-                break
-            time, slab = first
-            self._idle_slabs.remove(slab)
-            if (found := self._first_idle(slab)) is None:
-                continue  # it comes back when one of its leases is idle again
-            if found[0] != time:
-                self._idle_slabs.put(slab, found[0])
-                continue
-            tried.append((slab, time))
-            if -time <= needed_at:
-                break
-            victims = self._victims(slab, count, needed_at)
-        for slab, time in tried:
-            self._idle_slabs.put(slab, time)
-        for run in victims or ():
-            self._end(self._owner[run.start], by=Evict)
-
-    def _victims(self, slab: int, count: int, needed_at: float) -> list[PageRun] | None:
-        """The leases of a slab to end, so that `count` adjacent frames are free. None if other leases are between
-        them."""
-        fewest, earliest = self._no_room.get(slab, (inf, inf))
-        if count >= fewest and needed_at >= earliest:
-            return None
-        window = self.frames.window(slab, count)
-        with closing(self._idle[slab].in_order()) as idle:
-            for time, unit in idle:
-                if not self._is_idle(slab, unit, time):
-                    continue
-                if -time <= needed_at:
-                    break
-                if (victims := window.offer(self._leases[unit].run)) is not None:
-                    return victims
-        self._no_room[slab] = count, needed_at
-        return None
-
-    def _first_idle(self, slab: int) -> tuple[float, int] | None:
-        """The unit whose next use is the last among the leases of a slab that may make room, behind minus the time of
-        that use. None if there are none."""
-        idle = self._idle[slab]
-        while (first := idle.first()) is not None and not self._is_idle(slab, first[1], first[0]):
-            pass  # it was removed or comes later
-        return first
-
-    def _is_idle(self, slab: int, unit: int, time: float) -> bool:
-        """Whether a unit's lease in a slab may make room, and is used next at minus `time`. If not, it is removed from
-        the slab's idle units or gets its new time there."""
-        idle, lease = self._idle[slab], self._leases.get(unit)
-        if lease is None or self.frames.slab_of(lease.run) != slab or not self._may_end(lease):
-            idle.remove(unit)  # it comes back when it is idle again
-        elif -time != (useful := self._next_use_of_lease(unit)):
-            idle.put(unit, -useful, lease.run.count)
-        else:
-            return True
-        return False
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease may end to make room for another."""
@@ -419,22 +292,13 @@ class Leases:
         """Compute has left the unit that it used last."""
         before, self._last_used = self._last_used, unit
         if before >= 0:
-            self._note_idle(before)
+            self._idle.note(before)
 
     def _note_missing(self, unit: int) -> None:
         """List a unit without a lease for prefetching, at the time of its next use."""
         if self._plan.units[unit].lease_frames and unit not in self._leases:
             self.changes = True
             self._missing.put(unit, self._order.next_use(unit))
-
-    def _note_idle(self, unit: int) -> None:
-        """List a unit whose lease may make room."""
-        lease = self._leases.get(unit)
-        if lease is not None and not self._users[unit] and unit != self._last_used:
-            slab, time = self.frames.slab_of(lease.run), -self._next_use_of_lease(unit)
-            self._idle[slab].put(unit, time, lease.run.count)
-            self._idle_slabs.put(slab, min(time, self._idle_slabs.time(slab)))
-            self._no_room.pop(slab, None)
 
     def _end(self, lease: Lease, by: type[Evict | Outdate] = Outdate, again: bool = True) -> None:
         """End a lease. If `again`, its unit may be fetched ahead again."""

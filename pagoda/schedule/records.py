@@ -96,7 +96,7 @@ class UpdateRecord:
     """One update of a unit."""
 
     unit: int
-    record: GradientRecord
+    gradient: GradientRecord
     """The gradient that it uses."""
     speculative: bool = False
     """True until `step()` confirms the update."""
@@ -124,7 +124,14 @@ class UpdateRecord:
 
 @dataclass(eq=False, slots=True)
 class Weights:
-    """The versions of one unit's states."""
+    """The versions of one unit's states, and its updates. An update passes through both rows of fields, side by side:
+
+        [asking ->] [later ->] update
+        [speculative or unannounced ->] [sharing]
+
+    In the first row, it stays until it has written all states. In the second, until it counts as requested, and then
+    until other ranks' parts are here. One that is called off leaves early.
+    """
 
     newest: int = 0
     """The version that the latest final update has written."""
@@ -136,18 +143,18 @@ class Weights:
     """Where the newest version of each state is. The first state is the weights."""
     read: PageRun = EMPTY
     """Where the weights are that accesses read."""
-    update: UpdateRecord | None = None
-    """The update that is queued or under way."""
     asking: UpdateRecord | None = None
     """An early update that is not queued yet."""
-    speculative: UpdateRecord | None = None
-    """A speculative update, in any state, until it is confirmed or called off."""
-    sharing: list[UpdateRecord] = field(default_factory=list)
-    """Requested updates of which other ranks' parts have not arrived, oldest first."""
     later: list[UpdateRecord] = field(default_factory=list)
     """Updates that wait for `update` to end."""
+    update: UpdateRecord | None = None
+    """The update that is queued or under way."""
+    speculative: UpdateRecord | None = None
+    """A speculative update, in any state, until it is confirmed or called off."""
     unannounced: UpdateRecord | None = None
     """An asynchronous update that neither accesses nor other ranks wait for yet."""
+    sharing: list[UpdateRecord] = field(default_factory=list)
+    """Requested updates of which other ranks' parts have not arrived, oldest first."""
     requested: GradientRecord | None = None
     """The gradient of the latest update that accesses see, or will see once it has ended."""
     edition: int = 0

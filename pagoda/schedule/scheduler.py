@@ -362,7 +362,7 @@ class Scheduler:
         """Whether the latest update of a unit that accesses see or wait for has not begun."""
         weights, waiting = self.versions.of[unit], (UpdateState.QUEUED, UpdateState.LOADING)
         updates = [update for update in (weights.update, *weights.later) if update and update.state in waiting]
-        return any(update.record is weights.requested for update in updates)
+        return any(update.gradient is weights.requested for update in updates)
 
     def gradient_is_here(self, unit: int) -> bool:
         """Whether compute can read the gradient that it was lent."""

@@ -61,6 +61,6 @@ class StalenessSchedule:
         """Count a unit's latest update as requested. The other ranks' parts of it come now."""
         weights = self._versions.of[unit]
         if weights.unannounced is not None:
-            weights.requested = weights.unannounced.record
+            weights.requested = weights.unannounced.gradient
             self._updates.share(weights.unannounced)
             weights.unannounced = None

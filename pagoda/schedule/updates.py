@@ -117,7 +117,7 @@ class UpdateSchedule:
             self._versions.adopt(update)
         self._show(update)
         if update.has_read:
-            self._gradients.drop(update.record)
+            self._gradients.drop(update.gradient)
         self.wake(unit)
         self._leases.changes = True
         return True
@@ -129,7 +129,7 @@ class UpdateSchedule:
     def _show(self, update: UpdateRecord) -> None:
         """From now on, accesses see an update, and wait for it."""
         weights = self._versions.of[update.unit]
-        weights.requested = update.record
+        weights.requested = update.gradient
         weights.edition += 1
         self._leases.changed(update.unit)
         self.share(update)
@@ -172,7 +172,7 @@ class UpdateSchedule:
         if update.query is not asked:
             return
         update.query = None
-        if not free or self._leases.uses(asked.unit) or update.record.lost:
+        if not free or self._leases.uses(asked.unit) or update.gradient.lost:
             return
         if weights.update is update:
             update.may_move = True
@@ -183,8 +183,8 @@ class UpdateSchedule:
             weights.asking, update.may_move = None, True
             self.queue(update)
         else:
-            self._issue(Request(asked.unit, update.record))
-            self.request(update.record)
+            self._issue(Request(asked.unit, update.gradient))
+            self.request(update.gradient)
             self._gradients.take(asked.unit)
 
     def cancel_early(self, unit: int) -> None:
@@ -212,7 +212,7 @@ class UpdateSchedule:
         else:
             if update.admitted:
                 self._release(update)
-                self._gradients.used(update.record, last=False)
+                self._gradients.used(update.gradient, last=False)
             self._give_up(update)
 
     def call_off_all(self) -> None:
@@ -224,7 +224,7 @@ class UpdateSchedule:
         """A gradient was lost. If its update is final, no state can be used until all are restored."""
         weights = self._versions.of[record.unit]
         for update in filter(None, (weights.update, *weights.later)):
-            if record is update.record and not update.speculative:
+            if record is update.gradient and not update.speculative:
                 self._versions.failed = True
 
     def _may_speculate(self, unit: int) -> bool:
@@ -252,7 +252,7 @@ class UpdateSchedule:
         if update.has_read:
             return
         update.has_read = True
-        self._gradients.used(update.record, last=not update.speculative)
+        self._gradients.used(update.gradient, last=not update.speculative)
 
     def weights_written(self, update: UpdateRecord) -> None:
         """An update has written the new weights."""
@@ -326,7 +326,7 @@ class UpdateSchedule:
         states are in the runs in which the checkpoint will find them."""
         versions = self._versions
         return not self._checkpoint.left and not any(
-            weights.speculative or versions.is_moving(unit) for unit, weights in enumerate(versions.of)
+            weights.speculative or versions.final_update_moves(unit) for unit, weights in enumerate(versions.of)
         )
 
     def drain(self, draining: bool) -> None:
@@ -340,7 +340,7 @@ class UpdateSchedule:
         """Every state has been replaced, whatever happened to updates. Nothing is under way."""
         for weights in self._versions.of:
             for update in filter(None, (weights.update, *weights.later)):
-                self._gradients.used(update.record, last=True)
+                self._gradients.used(update.gradient, last=True)
         self._versions.restored(lags)
         for queue in self._queues:
             queue.clear()
@@ -413,7 +413,7 @@ class UpdateSchedule:
         update.state = UpdateState.LOADING
         update.admitted = True
         self._admitted[self._plan.units[unit].updater] += 1
-        self._gradients.use(update.record)
+        self._gradients.use(update.gradient)
         self._start(update)
 
     def _must_wait(self, update: UpdateRecord) -> bool:
@@ -423,7 +423,7 @@ class UpdateSchedule:
             return True
         if any(other is not update for other in self._versions.of[unit].sharing):
             return True
-        if not update.record.arrived:
+        if not update.gradient.arrived:
             return True
         if self._checkpoint.holds_back(unit):
             return True
@@ -434,7 +434,7 @@ class UpdateSchedule:
         asks whether anything refers to them."""
         unit = update.unit
         leased = self._plan.units[unit].lease_frames or self._plan.asynchronous
-        if leased or update.may_move or not self._versions.weights_move(unit):
+        if leased or update.may_move or not self._versions.weights_are_needed(unit):
             return True
         self._checkpoint.hurry(unit)
         if update.query is None:
@@ -445,10 +445,10 @@ class UpdateSchedule:
         """Run an update once its gradient is in RAM."""
         if self._versions.failed:
             return
-        if update.record.lost:
+        if update.gradient.lost:
             self.call_off(update.unit)  # it is speculative, else everything has failed with the gradient
             return
-        if not self._gradients.usable(update.record) or self._leases.in_use(update.unit):
+        if not self._gradients.usable(update.gradient) or self._leases.in_use(update.unit):
             return
         if self._versions.is_retiring(update.unit):
             return

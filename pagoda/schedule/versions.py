@@ -76,7 +76,7 @@ class Versions:
         return all(
             self._pool(update.unit, state).has(run.count)
             for state, run in enumerate(self.of[update.unit].runs)
-            if self._must_move(update, state)
+            if self._must_move_state(update, state)
         )
 
     def choose(self, update: UpdateRecord) -> bool:
@@ -85,7 +85,7 @@ class Versions:
         weights = self.of[update.unit]
         runs: list[PageRun] = []
         for state, before in enumerate(weights.runs):
-            run = self._alloc(update.unit, state) if self._must_move(update, state) else before
+            run = self._alloc(update.unit, state) if self._must_move_state(update, state) else before
             if run is None:
                 for other, taken in enumerate(runs):
                     if taken != weights.runs[other]:
@@ -95,20 +95,14 @@ class Versions:
         update.runs = tuple(runs)
         return True
 
-    def weights_move(self, unit: int) -> bool:
+    def weights_are_needed(self, unit: int) -> bool:
         """Whether something may read the newest weights, so that the next ones are written elsewhere."""
         return bool(self.of[unit].runs) and self._is_needed(unit, 0)
 
-    def moves(self, update: UpdateRecord) -> bool:
-        """Whether an update writes every state elsewhere, so that the version before it stays whole."""
-        pairs = zip(self.of[update.unit].runs, update.runs, strict=True)
-        return all(before != run or not run.count for before, run in pairs)
-
-    def is_moving(self, unit: int) -> bool:
-        """Whether an update of a unit that is final writes to other runs than the newest version has."""
-        update = self.of[unit].update
-        running = update is not None and update.state is UpdateState.RUNNING and not update.speculative
-        return update is not None and running and update.runs != self.of[unit].runs
+    def final_update_moves(self, unit: int) -> bool:
+        """Whether the final update that runs, if any, writes to other runs than the newest version has."""
+        final = self._running_final(unit)
+        return final is not None and final.runs != self.of[unit].runs
 
     def adopt(self, update: UpdateRecord) -> None:
         """An update is final and has written the weights: what it writes is the newest version."""
@@ -188,27 +182,33 @@ class Versions:
         weights = self.of[unit]
         missing = version - weights.newest
         if missing == 0 and weights.sharing:
-            return weights.sharing[-1].record
+            return weights.sharing[-1].gradient
         if not self._plan.ranks_fetch_alike or missing <= 0:
             return None
         coming = [weights.update, *weights.later]
         to_come = [each for each in coming if each and not (each.speculative or each.has_written)]
-        return to_come[missing - 1].record
+        return to_come[missing - 1].gradient
 
     def settled(self, unit: int) -> int | None:
         """The version of a unit's states. None while they change."""
-        weights = self.of[unit]
-        update = weights.update
-        final = update if update is not None and not update.speculative else None
-        if final is None or final.state is not UpdateState.RUNNING:
-            changes = False
-        else:
-            changes = final.has_written or not self.moves(final)
+        weights, final = self.of[unit], self._running_final(unit)
+        changes = final is not None and (final.has_written or not self._moves_all_states(final))
         return None if changes or any(each.has_written for each in weights.sharing) else weights.newest
 
     # --- parts ---
 
-    def _must_move(self, update: UpdateRecord, state: int) -> bool:
+    def _running_final(self, unit: int) -> UpdateRecord | None:
+        """The update of a unit, if it is final and runs."""
+        update = self.of[unit].update
+        runs = update is not None and update.state is UpdateState.RUNNING and not update.speculative
+        return update if runs else None
+
+    def _moves_all_states(self, update: UpdateRecord) -> bool:
+        """Whether an update writes every state elsewhere, so that the version before it stays whole."""
+        pairs = zip(self.of[update.unit].runs, update.runs, strict=True)
+        return all(before != run or not run.count for before, run in pairs)
+
+    def _must_move_state(self, update: UpdateRecord, state: int) -> bool:
         """Whether an update must write a state elsewhere."""
         return update.speculative or self._is_needed(update.unit, state)
 

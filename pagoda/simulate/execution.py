@@ -82,7 +82,7 @@ class Execution:
             return operation.version > weights.newest
         if not isinstance(operation, Fetch):
             return False
-        shared = any(update.record is operation.awaited for update in weights.sharing)
+        shared = any(update.gradient is operation.awaited for update in weights.sharing)
         return shared or operation.lease.version > weights.newest
 
     def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:

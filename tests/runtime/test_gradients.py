@@ -67,14 +67,14 @@ def test_several_threads_add_a_gradient_from_a_device_at_the_same_time(
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first two pieces wait for each other."""
-    add, pieces, met = gradients.taken, count(), Barrier(2)
+    add, pieces, met = gradients.store_in_ram, count(), Barrier(2)
 
     def added(*piece: Any) -> list[float]:
         if next(pieces) < 2:
             met.wait(timeout=30)
         return add(*piece)
 
-    monkeypatch.setattr(gradients, "taken", added)
+    monkeypatch.setattr(gradients, "store_in_ram", added)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

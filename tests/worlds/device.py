@@ -11,7 +11,7 @@ import torch
 
 from pagoda.memory.arena import Arena, copy_bytes
 from pagoda.plan.buffers import DEVICE_SLOTS as PIPES
-from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, UpdateKernel, taken
+from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, UpdateKernel, store_in_ram
 
 from .threads import Thread, Threads
 
@@ -252,7 +252,7 @@ class QueuedDevice(SlowDevice):
     ) -> Arrival:
         self.may_fail()
         sums: list[float] = []
-        self.put(queue, *_behind(after), lambda: sums.extend(taken(kernel, target, gradient)))
+        self.put(queue, *_behind(after), lambda: sums.extend(store_in_ram(kernel, target, gradient)))
         return Arrival((self._point(queue),), lambda: sums)
 
     def _point(self, queue: Any) -> Point:

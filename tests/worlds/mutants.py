@@ -169,7 +169,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "grad, PAST, accumulate",
         ),
         "an OFFLOAD ends before its gradient has arrived": (
-            "                return taken\n",
+            "                return event\n",
             "                return PAST\n",
         ),
         "a second backward replaces the gradient": (
@@ -321,8 +321,8 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     stepper: {
         "a step that a drive has held up can never be taken": (
-            "            lost = lost or ",
-            "            lost = True or ",
+            "        return failed or ",
+            "        return True or ",
         ),
         "a step does not wait until gradients have arrived": (
             "                self.accesses.compute_lock.waiting(gradient.settle)\n",

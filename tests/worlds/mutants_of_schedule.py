@@ -221,11 +221,11 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if self._leases.uses(asked.unit) or",
         ),
         "what is due early is not said": (
-            "            self._issue(Request(asked.unit, update.record))\n",
+            "            self._issue(Request(asked.unit, update.gradient))\n",
             "",
         ),
         "an update begins before its gradients have arrived": (
-            "        if not update.record.arrived:\n            return True\n",
+            "        if not update.gradient.arrived:\n            return True\n",
             "",
         ),
         "a second update of a unit is lost": (
@@ -237,8 +237,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "while",
         ),
         "the gradient of an undone update is lost": (
-            "self._gradients.used(update.record, last=not update.speculative)",
-            "self._gradients.used(update.record, last=True)",
+            "self._gradients.used(update.gradient, last=not update.speculative)",
+            "self._gradients.used(update.gradient, last=True)",
         ),
         "a failed update that stands is undone": (
             "        if not update.speculative:\n            self._versions.failed = True\n",
@@ -265,7 +265,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "",
         ),
         "a lost gradient is applied": (
-            "if update.record.lost:",
+            "if update.gradient.lost:",
             "if False:",
         ),
         "a save is forgotten while an update runs": (

@@ -203,7 +203,7 @@ class Facts(Observer):
         require(before == op.version - 1, f"UPDATE of unit {unit} from version {before} to {op.version}")
         others = [each for each in self.writer.values() if self._shares_updater(each, unit)]
         require(len(others) < MOST_ADMITTED, f"{len(others) + 1} updates in one lane")
-        key = key_of(op.update.record)
+        key = key_of(op.update.gradient)
         require(self.arrived[key] == self.made[key], f"UPDATE before the gradient {key} has arrived")
         undoable = op.update.speculative
         require(not undoable or key in self.open, f"UPDATE with {key} may be undone, but it is asked for")
@@ -226,7 +226,7 @@ class Facts(Observer):
         self.due[op.unit] += 1
 
     def on_confirm(self, op: Confirm) -> None:
-        key = key_of(op.update.record)
+        key = key_of(op.update.gradient)
         self.require(key in self.asked, f"an update with {key} is confirmed, which nobody has asked for")
         self.undoable.discard(op.update)
         self.asked.discard(key)
@@ -237,7 +237,7 @@ class Facts(Observer):
 
     def gradient_used(self, op: Update) -> None:
         if self.is_final(op):
-            self.useless.add(key_of(op.update.record))
+            self.useless.add(key_of(op.update.gradient))
 
     def is_final(self, op: Update) -> bool:
         """Whether nothing undoes an UPDATE."""
@@ -260,7 +260,7 @@ class Facts(Observer):
     def refused(self, op: Update) -> None:
         if self.is_final(op):
             self.due[op.unit] -= 1
-            self.useless.add(key_of(op.update.record))
+            self.useless.add(key_of(op.update.gradient))
         self._over(op)
 
     def _over(self, op: Operation) -> None:
@@ -619,7 +619,7 @@ class Buffers(Observer):
         self.moving[op] = record
 
     def on_update(self, op: Update) -> None:
-        record = op.update.record
+        record = op.update.gradient
         self._check_there(record)
         moved = [type(each).__name__ for each, of in self.moving.items() if of is record]
         self.require(not moved, f"UPDATE with the gradient {key_of(record)} during {moved}")

@@ -161,7 +161,7 @@ class Packing:
     """That block."""
     _inputs: list["_Input"] = field(default_factory=list)
     """Inputs of that block, until its forward has ended."""
-    block: "threading.Lock | None" = None
+    gathered_lock: "threading.Lock | None" = None
     """The lock of the last `with pagoda.gathered(...)` with which packing began. It is held inside."""
     _of_thread: threading.local = field(default_factory=threading.local)
     _placeholders: dict[int, str] = field(default_factory=dict)
@@ -225,9 +225,9 @@ class Packing:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether packing is active in this thread without a reason. Ask it outside forwards, where only `block` is
-        one."""
-        if self.block is not None and self.block.locked():
+        """Whether packing is active in this thread without a reason. Ask it outside forwards, where only
+        `gathered_lock` is one."""
+        if self.gathered_lock is not None and self.gathered_lock.locked():
             return False
         top = _top()
         return bool(self._entered) or (top is not None and self._is_mine(top))

@@ -153,6 +153,10 @@ class SlotTable:
                 self.free -= 1
         np.add.at(self._references, slots, 1)
 
+    def unpin(self, table: PageTable) -> None:
+        """Undo `pin`."""
+        self._dereference(table.written)
+
     def grow(self, slots: int) -> None:
         """Add free slots, up to `slots` in all."""
         more = slots - self.slots
@@ -170,10 +174,6 @@ class SlotTable:
         self._loading = np.concatenate([self._loading, np.zeros(more, np.int32)])
         self._storing = np.concatenate([self._storing, np.zeros(more, np.bool_)])
         self.pages += more
-
-    def unpin(self, table: PageTable) -> None:
-        """Undo `pin`."""
-        self._dereference(table.written)
 
     def adopt(self, run: PageRun, table: PageTable) -> None:
         """Replace pages that are not busy with those of a table, to whose slots something refers. Their old slots lose
