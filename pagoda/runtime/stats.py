@@ -1,4 +1,4 @@
-"""Figures of the last step, as `optimizer.stats` shows them."""
+"""Figures of the last step, as `optimizer.stats` shows them. The engine fills them in (`Engine._take_stats`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
