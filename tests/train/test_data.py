@@ -128,7 +128,7 @@ def test_a_conversation_that_is_too_long_is_cut_or_left_out_if_nothing_is_learne
     rows = conversations([4, 12, 30, 6], seq_len=10)
     assert (rows.cut, rows.longest, rows.dropped) == (2, 30, 1)
     assert (rows.stops - rows.starts).tolist() == [4, 10, 6]
-    with pytest.raises(ConfigError, match=r"within --max-length 10 tokens.*the longest has 30"):
+    with pytest.raises(ConfigError, match=r"within --max-length 10 tokens.*the longest document has 30"):
         conversations([30], seq_len=10)
 
 
