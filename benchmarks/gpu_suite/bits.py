@@ -2,14 +2,13 @@
 fast the device's kernel is."""
 
 import hashlib
-import os
 import time
 from dataclasses import replace
 from itertools import islice
 
 import torch
 
-from gpu_suite.common import Machine, Named, drawn_quickly, release
+from gpu_suite.common import Machine, Named, deterministic, drawn_quickly, release
 from pagoda import Split
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, flat
@@ -61,8 +60,6 @@ def kernels(machine: Machine) -> Named:
 def same(machine: Machine) -> Named:
     """A hash of the weights after a few steps, with torch's deterministic kernels, by where states live and are
     updated; and whether all are the same."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
-    torch.use_deterministic_algorithms(True)
     sizes, hashes = machine.sizes, set()
     load = replace(machine.workload, batch_size=2, layers=2)
     memories = {
@@ -71,7 +68,7 @@ def same(machine: Machine) -> Named:
         "half of the updates there": machine.memory(sizes.same_few, split=Split(device_update_share=0.5)),
         "some at home there": machine.memory(sizes.same_homes, split=Split(device_home_share=1.0)),
     }
-    try:
+    with deterministic():
         for name, memory in memories.items():
             with drawn_quickly():
                 paged = Paged(load, memory)
@@ -86,8 +83,6 @@ def same(machine: Machine) -> Named:
             release(machine)
             hashes.add(digest.hexdigest())
             yield name, digest.hexdigest()
-    finally:
-        torch.use_deterministic_algorithms(False)
     yield "same", len(hashes) == 1
 
 

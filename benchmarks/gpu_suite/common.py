@@ -3,6 +3,7 @@
 import gc
 import gzip
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -161,6 +162,17 @@ def meta(workload: Workload) -> nn.Module:
 
 def parameters_of(workload: Workload) -> int:
     return sum(p.numel() for p in meta(workload).parameters())
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside, torch's kernels repeat every bit. Nothing may have been multiplied before on the GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import pagoda
-from gpu_suite.common import Machine, Named, release
+from gpu_suite.common import Machine, Named, deterministic, release
 from pagoda.models import build_model
 from pagoda.optim import Rule
 
@@ -49,7 +49,8 @@ def modes(machine: Machine) -> Named:
     losses, failed = {}, []
     for name, settings in {**_SAME_BITS, **_OTHERS}.items():
         try:
-            losses[name] = _train(machine, **settings)
+            with deterministic():
+                losses[name] = _train(machine, **settings)
             yield name, losses[name]
         except Exception:
             failed.append(name)

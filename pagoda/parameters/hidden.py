@@ -64,7 +64,7 @@ _HARMLESS = frozenset(
     | {"result_type", "retain_grad", "share_memory_", "size", "untyped_storage"}
 )
 _OF_STRIDES = frozenset({"is_contiguous", "storage_offset", "stride"})
-"""Functions that read no value, but how values lie in memory. They get a tensor with the strides of the values."""
+"""Functions that ask how values lie in memory, and read none. They get a tensor that lies as the values do."""
 
 
 class Hidden:

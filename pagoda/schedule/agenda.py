@@ -9,7 +9,7 @@ _MOST_STALE = 4
 
 
 class Agenda:
-    """Units, each with one time. Of units with the same time, the one of the least size is first, then the smallest.
+    """Units, or slabs, each with one time. Of those with the same time, the least size is first, then the least number.
 
     Invariant: a unit that is returned has its true time. Until then its listed time may be another one: an entry is
     compared with `now` when it becomes the first, and corrected or removed. So a unit whose time has become earlier
