@@ -108,5 +108,5 @@ def settings_of(config: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
         hint = hints[field.name]
         if is_dataclass(hint):
             yield from settings_of(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
-        elif tyro.conf.Suppress not in getattr(hint, "__metadata__", ()):
+        elif {tyro.conf.Suppress, tyro.conf.Positional}.isdisjoint(getattr(hint, "__metadata__", ())):
             yield prefix + field.name, hint

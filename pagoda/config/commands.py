@@ -13,6 +13,7 @@ from pagoda.config.reading import Reading
 from pagoda.config.run import Moments
 from pagoda.config.settings import Settings, require, require_count
 from pagoda.config.training import ActivationMode, UpdateMode
+from pagoda.errors import ConfigError
 
 TEMPERATURE = 0.8
 """Of sampling, unless another one is given."""
@@ -28,6 +29,11 @@ class DataConfig(Reading):
     model: str
     """The model that `pagoda train` would train, which gives the tokenizer and the longest sequence: a Hugging Face
     directory, ORG/NAME in the local Hugging Face cache, or a built-in shape."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.data:
+            raise ConfigError("DATA is missing: name a file or folder, without a flag")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ WRONG = {
     f"{TRAIN} --data binary.jsonl": r"line 1: not UTF-8 text: .*--skip-bad",
     f"{TRAIN} --data chats.jsonl none.jsonl": "'none.jsonl' does not exist: give a file",
     "data none.jsonl --model model": "does not exist: give a file",
+    "data --data chats.jsonl --model model": "DATA is missing: name a file or folder, without a flag",
     "train --model t5-moe-15m --data chats.jsonl": r"has an encoder and a decoder, .* train it with .*Seq2SeqTrainer",
     "data chats.jsonl --model t5-moe-15m": r"has an encoder and a decoder, .* train it with .*Seq2SeqTrainer",
     # memory, optimizers and adapters; what needs no data is refused before they are read
