@@ -34,6 +34,7 @@ def install() -> ModuleType:
     for name, value in _torch_cuda(native).items():
         setattr(torch.cuda, name, value)
     torch._C._cuda_clearCublasWorkspaces = lambda: None
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes takes it when it is imported
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU's attention is what the stand-in's is
     _use_kernels_of_the_cpu(native)
     round_fused_once()
