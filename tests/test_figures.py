@@ -118,7 +118,8 @@ def in_benchmarks() -> Iterator[str]:
     yield f"predicted | {'; '.join(f'{of:.1%}' for of in above[1:])} |"
     saved = results("checkpoint")["results"]
     call = saved["ssd"]["call_s"]
-    yield f"the call of `save_checkpoint` takes {call['median'] * 1e3:.0f} ms (at most {call['max'] * 1e3:.0f} ms of 6)"
+    median_ms, most_ms = (f"{call[name] * 1e3:.0f} ms" for name in ("median", "max"))
+    yield f"the call of `save_checkpoint` takes {median_ms} (at most {most_ms} of 6 calls)"
     ram = saved["ram"]
     yield f"steps while {ram['written_bytes'] / 1e9:.1f} GB are written take {ram['step_while_written']:.2f} times"
     yield f"The drive needs {ram['drive_s']:.1f} s for these bytes, and a step takes {ram['step_s']:.1f} s"

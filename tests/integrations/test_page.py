@@ -70,7 +70,7 @@ def test_the_table_says_what_tests_show() -> None:
 @pytest.mark.parametrize(
     "section",
     [
-        pytest.param(title, marks=() if title in ("Trainer", "Frozen models") else pytest.mark.slow)
+        pytest.param(title, marks=() if title == "Trainer" else pytest.mark.slow)
         for title, code in SECTIONS.items()
         if code
     ],
