@@ -46,7 +46,7 @@ from pagoda.forecast.flops import forward_flops, weightless
 from pagoda.memory.arena import Arena
 from pagoda.memory.ssd.hashes import hashes_of
 from pagoda.plan.buffers import BLOCK_ELEMENTS
-from pagoda.plan.tiers import LaneName
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.units import is_within, layers_of
 from pagoda.prepare.construct import describe
 from pagoda.simulate.timeline import Timeline

@@ -30,10 +30,11 @@ from pagoda.optim.rule import PRECISIONS, Rule
 from pagoda.optim.warm import warm_up
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.lanes import LANES, LaneName, update_threads
 from pagoda.plan.placement import LEASES, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.second_placement import Needs, SecondPlacement
-from pagoda.plan.tiers import HOST, LANES, LaneName, update_threads
+from pagoda.plan.tiers import HOST
 from pagoda.process import forks
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.gathering import Gathering

@@ -20,7 +20,7 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.file import PageFile
 from pagoda.memory.ssd.hashes import hashes_of
-from pagoda.plan.tiers import LARGE_TRANSFER_BYTES, LaneName
+from pagoda.plan.lanes import LARGE_TRANSFER_BYTES, LaneName
 from pagoda.runtime.lanes import SSD_THREADS, Lane, wait_all
 from pagoda.simulate.hardware import Drive, Figure, SmallTransfers
 from pagoda.simulate.machines import rated_endurance

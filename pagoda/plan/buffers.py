@@ -20,6 +20,9 @@ BLOCKS_OF_A_THREAD = 4
 MOST_LAUNCHED = 1 << 30
 """Most elements of one launch of a GPU's kernel, whose indices have 32 bits."""
 
+GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
+"""Most bytes of gradients on their way to their extents at once, unless a plan sets more. This bounds what autograd's
+own copies add to peak memory."""
 STAGED = 4
 """Most gradients of the widest unit in the staging region, if units are updated during backward."""
 BOUNCE_ELEMENTS = 1 << 20

@@ -10,10 +10,11 @@ from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, offload_room, plan_activations
-from pagoda.plan.buffers import BLOCK_ELEMENTS
+from pagoda.plan.buffers import BLOCK_ELEMENTS, GRADIENTS_IN_FLIGHT_BYTES
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import ROWS, Exchange
+from pagoda.plan.lanes import LARGE_TRANSFER_BYTES
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.lookups import largest_lookups, lookups_asked
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -21,7 +22,7 @@ from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, STAGING, Budgets, Placement
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
-from pagoda.plan.tiers import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, RANKS, SSD
+from pagoda.plan.tiers import DEVICE, HOST, RANKS, SSD
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, first_limit, forward_uses, is_within
 

@@ -22,18 +22,19 @@ from pagoda.forecast.describe import forward_flops, module_spec
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.buffers import RING_SLOTS
 from pagoda.plan.collective import reduce_buffers
+from pagoda.plan.lanes import LANES, LaneName
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import VERSIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.tiers import HOST, LANES, SSD, LaneName
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.schedule.served import Found, hit_rate
+from pagoda.simulate.clock import SimulatedLanes, Task, Work
 from pagoda.simulate.hardware import DeviceSpeeds, Hardware, Link
-from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import Timeline
