@@ -21,7 +21,7 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import HOST
-from pagoda.runtime.buffers import BufferPool
+from pagoda.runtime.buffer_pool import BufferPool
 from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, store_in_ram
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.meter import StepMeter

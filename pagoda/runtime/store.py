@@ -22,7 +22,7 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
-from pagoda.runtime.buffers import BufferPool
+from pagoda.runtime.buffer_pool import BufferPool
 from pagoda.runtime.device import PAST, Device
 from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler

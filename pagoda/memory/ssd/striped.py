@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import CorruptPageError
-from pagoda.memory.ssd.file import PageFile
 from pagoda.memory.ssd.hashes import hashes_of
+from pagoda.memory.ssd.page_file import PageFile
 from pagoda.memory.ssd.record import PAGES, StoreRecord
 from pagoda.memory.ssd.slots import UNWRITTEN, Hashes, PageTable, Slots, stretches
 
