@@ -54,7 +54,7 @@ PLAIN: Mapping[str, tuple[int, bool]] = {
     "lion": (LION, False),
 }
 """`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16, rounded as `moments` defines (otherwise
-they are fp32). All kernels except the one for 8-bit moments."""
+they are fp32). All kernels except the one for 8-bit moments. A rule has at most two moments."""
 
 # The update of one element, as the files of the rules define it. Each returns the weight and its moments.
 
