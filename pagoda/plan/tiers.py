@@ -15,3 +15,5 @@ class Tier(StrEnum):
 
 
 DEVICE, HOST, SSD, RANKS = map(str, Tier)
+BUDGETED = (DEVICE, HOST, SSD)
+"""Tiers with a budget, in the order in which tables show them and `place` checks them."""
