@@ -8,8 +8,9 @@ FETCH_SLOTS, FETCH_PIECE_BYTES = 4, 4 << 20
 
 BLOCK_ELEMENTS = 1 << 20
 """Most elements of a block of states that streams through the ring. It then takes a few MiB of each."""
-RING_SLOTS = 4
-"""Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare."""
+LEAST_RING_SLOTS = 4
+"""Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare. There are more if
+RAM is left (`plan/place.py`)."""
 DEVICE_SLOTS, WHOLE_SLOTS = 4, 2
 """Number of blocks that pass the device at once: one comes, one is updated, one goes, and one is spare. The second
 number is for blocks that are whole parameters."""
