@@ -23,7 +23,7 @@ import torch
 import tyro
 
 import pagoda
-from pagoda.plan.buffers import RING_SLOTS
+from pagoda.plan.buffers import LEAST_RING_SLOTS
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -78,7 +78,7 @@ def budget(settings: Settings, asynchronous: bool) -> tuple[pagoda.Memory, int]:
     root = describe(built(settings.model, settings.seq_len))
     layout = make_plan(root, pagoda.AdamW().states("bf16"), Budgets(1 << 40), options).layout
     moved = (layout.total_pages(WEIGHT) + layout.total_pages(GRAD)) * (1 + asynchronous)
-    ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
+    ring = LEAST_RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
     moments = sum(unit.trainable_numel * s.dtype.itemsize for unit in layout.units for s in layout.moments)
     host = (moved + ring + layout.piece_pages) * layout.page_bytes
     return pagoda.Memory(host=host, ssd=str(settings.ssd)), moments

@@ -19,8 +19,8 @@ import pagoda
 from pagoda.config.training import Precision
 from pagoda.models import build_model
 from pagoda.plan.exchanges import Exchange
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import LaneName
 from pagoda.plan.trace import Phase
 from pagoda.plan.units import UnitSpec
 from pagoda.prepare.construct import describe

@@ -38,7 +38,7 @@ from pagoda.forecast.compute import Compute
 from pagoda.models import build_model
 from pagoda.optim.named import rule_named
 from pagoda.optim.rule import Rule
-from pagoda.plan.buffers import RING_SLOTS
+from pagoda.plan.buffers import LEAST_RING_SLOTS
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -134,7 +134,7 @@ def budgets(root: ModuleSpec, case: Case) -> Budgets:
     if case.placement == ARENA:
         return Budgets(LARGE, layout.lease_pages(ahead=2) * layout.page_bytes)
     if case.placement == SSD_STATE:
-        ring = 2 * RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
+        ring = 2 * LEAST_RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
         pages = layout.total_pages(WEIGHT) + layout.total_pages(GRAD) + ring
         return Budgets(pages * layout.page_bytes, None, SSD_ROOM)
     try:

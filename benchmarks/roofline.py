@@ -44,9 +44,9 @@ from pagoda.calibrate.cpu import Sweeper, filled, roof_bf16, states_of
 from pagoda.calibrate.meter import Effort, Meter, cpu_name
 from pagoda.forecast.flops import forward_flops, weightless
 from pagoda.memory.arena import Arena
-from pagoda.memory.ssd.xxh3 import hashes_of
+from pagoda.memory.ssd.hashes import hashes_of
 from pagoda.plan.buffers import BLOCK_ELEMENTS
-from pagoda.plan.tiers import LaneName
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.units import is_within, layers_of
 from pagoda.prepare.construct import describe
 from pagoda.simulate.timeline import Timeline

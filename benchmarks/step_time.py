@@ -69,7 +69,7 @@ def raw_streams(directory: str, to_read: int, to_write: int) -> Iterator[Callabl
     It returns the bytes a second of each direction.
     """
     from pagoda.memory.arena import Arena
-    from pagoda.memory.ssd.file import PageFile
+    from pagoda.memory.ssd.page_file import PageFile
 
     pages = {"read": to_read // PAGE, "write": to_write // PAGE}
     rates: dict[str, float] = {}

@@ -30,10 +30,11 @@ from pagoda.optim.rule import PRECISIONS, Rule
 from pagoda.optim.warm import warm_up
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.lanes import LANES, LaneName, update_threads
 from pagoda.plan.placement import LEASES, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.second_placement import Needs, SecondPlacement
-from pagoda.plan.tiers import DEVICE, HOST, LANES, SSD, LaneName, update_threads
+from pagoda.plan.tiers import HOST
 from pagoda.process import forks
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.gathering import Gathering
@@ -471,7 +472,7 @@ class Engine:
             stall_s=dict(meter.stall_s),
             busy_s={name: busy for name, (busy, _) in counters.items()},
             bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
-            peak_bytes=self.peak_bytes(),
+            peak_bytes=self._peak_bytes(),
             tier_use=meter.tier_use(self.plan),
             accesses=meter.accesses,
             replanned=replanned,
@@ -485,16 +486,10 @@ class Engine:
             self._end_recording(meter.recorder)
         meter.reset()
 
-    def peak_bytes(self) -> dict[str, int]:
+    def _peak_bytes(self) -> dict[str, int]:
         """tier -> most bytes of pages in use at once, to compare with `Plan.peak_bytes`."""
-        page, scheduler = self.plan.page_bytes, self.scheduler
-        peaks: dict[str, int] = {HOST: self.store.host_bytes + scheduler.usage.most_pages * page}
-        if (tier := self.plan.lease_tier) is not None:
-            peaks[tier] = peaks.get(tier, 0) + scheduler.usage.most_frames * page
-        if self.store.device is not None:
-            peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
-        if on_ssd := self.plan.placement.lines.get(SSD):
-            peaks[SSD] = sum(on_ssd.values()) * page
+        usage = self.scheduler.usage
+        peaks = self.plan.bytes_in_use(usage.most_frames, usage.most_pages)
         for tier, nbytes in self.graphs.peak_bytes.items():
             peaks[tier] = peaks.get(tier, 0) + nbytes
         return peaks

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import torch
 
-from pagoda.optim import codecs
-from pagoda.optim.codecs import BLOCK, Key
-from pagoda.optim.rule import ElementwiseRule
+from pagoda.optim import moments
+from pagoda.optim.moments import BLOCK
+from pagoda.optim.rule import ElementwiseRule, Key
 
 States = Mapping[str, torch.Tensor]
 Numbers = Sequence[torch.Tensor]
@@ -195,7 +195,7 @@ def noises(bits: torch.Tensor, cut: int) -> tuple[torch.Tensor, torch.Tensor]:
 def encode_bf16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """bf16 of fp32 ``values``, stochastically rounded with 16 random bits each; both of one shape."""
     bits = _bits(values)
-    quiet = (bits & 0x7FFFFFFF) >= codecs.MAX_NOISY
+    quiet = (bits & 0x7FFFFFFF) >= moments.MAX_NOISY
     rounded = (bits + noise.masked_fill(quiet, 0)) >> 16
     return rounded.to(torch.int16).view(torch.bfloat16)
 
@@ -203,7 +203,7 @@ def encode_bf16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 def decode_8bit(codes: torch.Tensor, floors: torch.Tensor, signed: bool) -> torch.Tensor:
     """exp_avg, which is `signed`, or exp_avg_sq, fp32 [N], from 8-bit codes, shape [N], and one floor a block."""
     floor = _spread(floors, codes)
-    values = _value(((codes & 127 if signed else codes).long() << codecs.CUT) + _bits(floor))
+    values = _value(((codes & 127 if signed else codes).long() << moments.CUT) + _bits(floor))
     if not signed:
         return values
     half = values / 2
@@ -214,13 +214,13 @@ def decode_8bit(codes: torch.Tensor, floors: torch.Tensor, signed: bool) -> torc
 def encode_8bit(values: torch.Tensor, noise: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """8-bit codes, shape [N], and floors of such a moment, shape [N]."""
     padded = torch.nn.functional.pad(_bits(values.abs()), (0, -values.numel() % BLOCK))
-    exponent = (padded.view(-1, BLOCK).amax(1) + (1 << codecs.CUT) - 1) >> 23
+    exponent = (padded.view(-1, BLOCK).amax(1) + (1 << moments.CUT) - 1) >> 23
     floors = _value((exponent - (14 if signed else 31)).clamp(min=0) << 23)
-    floors = floors.masked_fill(exponent >= codecs.NOT_FINITE, torch.nan)
+    floors = floors.masked_fill(exponent >= moments.NOT_FINITE, torch.nan)
     floor = _spread(floors, values)
     raised = values.abs().maximum(floor)
     raised = raised + values.abs() if signed else raised
-    codes = (_bits(raised) - _bits(floor) + noise) >> codecs.CUT
+    codes = (_bits(raised) - _bits(floor) + noise) >> moments.CUT
     codes = codes | torch.signbit(values).long() << 7 if signed else codes
     return codes.masked_fill(floor.isnan(), 0).to(torch.uint8), floors
 
@@ -245,7 +245,7 @@ def _encode(states: Mapping[str, torch.Tensor], m: torch.Tensor, v: torch.Tensor
         first, second = noises(random_bits(m.numel(), noise).view(m.shape), 16)
         new = {"exp_avg_bf16": encode_bf16(m, first), "exp_avg_sq_bf16": encode_bf16(v, second)}
     else:
-        first, second = noises(random_bits(m.numel(), noise), codecs.CUT)
+        first, second = noises(random_bits(m.numel(), noise), moments.CUT)
         new = dict(zip(("exp_avg_fp8", "exp_avg_floor"), encode_8bit(m, first, True), strict=True))
         new |= zip(("exp_avg_sq_fp8", "exp_avg_sq_floor"), encode_8bit(v, second, False), strict=True)
     for name, value in new.items():

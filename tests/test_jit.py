@@ -15,7 +15,7 @@ from forked import ended, fork
 from numba.core.registry import CPUDispatcher
 
 from pagoda import jit
-from pagoda.memory.ssd import xxh3
+from pagoda.memory.ssd import hashes
 from pagoda.optim import adafactor_kernels, kernels
 from pagoda.optim.arithmetic import FP32, PLAIN
 from pagoda.optim.gradient_kernels import gradient_kernels
@@ -113,10 +113,10 @@ def test_kernels_inline_only_what_their_cache_depends_on() -> None:
     rules = (*PLAIN, "of 8-bit moments")
     used: list[Any] = [kernels.compiled(name, FP32, FP32, elsewhere, False) for name in rules for elsewhere in (0, 1)]
     used += [*gradient_kernels(torch.bfloat16), kernels.halves(torch.bfloat16, True)]
-    used += [value for module in (adafactor_kernels, xxh3) for value in vars(module).values()]
+    used += [value for module in (adafactor_kernels, hashes) for value in vars(module).values()]
     used = [value for value in used if isinstance(value, CPUDispatcher)]
     package = Path(jit.__file__).parent
-    counted = {package / "jit.py", *(package / "optim").glob("*.py"), Path(xxh3.__file__)}
+    counted = {package / "jit.py", *(package / "optim").glob("*.py"), Path(hashes.__file__)}
     inlined = [value for kernel in used for value in _inlined(kernel)]
     files = {Path(inspect.getfile(value.py_func)) for value in inlined if isinstance(value, CPUDispatcher)}
     assert len(used) > 10

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import roofline
-from pagoda.plan.tiers import LaneName
+from pagoda.plan.lanes import LaneName
 from pagoda.simulate.timeline import Timeline, TimelineSpan
 from roofline import Raw, Work, both, bounds_of, covered, length_of, lost_in
 from training import Workload

@@ -12,9 +12,8 @@ from gpu_suite.common import Machine, Named, deterministic, drawn_quickly, relea
 from pagoda import Split
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, flat
-from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import update_kernel
-from pagoda.optim.rule import ElementwiseRule
+from pagoda.optim.rule import ElementwiseRule, Key
 from pagoda.runtime.device import Device, open_device
 from training import Paged
 

@@ -12,8 +12,8 @@ import torch
 from pagoda.errors import BudgetError, PagodaError, UsageError
 from pagoda.interrupts import allowed, held_back
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import LaneName
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.ranks.collective import Collectives

@@ -12,8 +12,8 @@ from pagoda.autograd.accesses import LET_UPDATES_WAIT
 from pagoda.errors import UsageError
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import GRAD
-from pagoda.plan.tiers import LaneName
 from pagoda.ranks.one_rank import OneRank
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.gradients import UnitGradient

@@ -17,7 +17,7 @@ from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Rule
 from pagoda.parameters.hidden import unseen
 from pagoda.parameters.unit import LiveUnit
-from pagoda.plan.tiers import LaneName
+from pagoda.plan.lanes import LaneName
 from pagoda.ranks.one_rank import OneRank
 from pagoda.ranks.rank_group import RankGroup
 from pagoda.ranks.stages import Stages

@@ -21,7 +21,7 @@ from pagoda.optim.gradient_kernels import gradient_kernels
 from pagoda.optim.kernels import update_kernel
 from pagoda.optim.warm import warm_up
 from pagoda.plan.buffers import BLOCK_ELEMENTS, BOUNCE_ELEMENTS
-from pagoda.plan.tiers import LaneName
+from pagoda.plan.lanes import LaneName
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.lanes import Lane, wait_all
 from pagoda.simulate.hardware import Cpu, Figure

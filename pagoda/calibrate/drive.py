@@ -18,9 +18,9 @@ from pagoda.calibrate.meter import Meter, cpu_cores
 from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.sizes import format_bytes
-from pagoda.memory.ssd.file import PageFile
-from pagoda.memory.ssd.xxh3 import hashes_of
-from pagoda.plan.tiers import LARGE_TRANSFER_BYTES, LaneName
+from pagoda.memory.ssd.hashes import hashes_of
+from pagoda.memory.ssd.page_file import PageFile
+from pagoda.plan.lanes import LARGE_TRANSFER_BYTES, LaneName
 from pagoda.runtime.lanes import SSD_THREADS, Lane, wait_all
 from pagoda.simulate.hardware import Drive, Figure, SmallTransfers
 from pagoda.simulate.machines import rated_endurance

@@ -17,7 +17,7 @@ from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name, now
 from pagoda.memory.cuda import CudaArena, PinnedArena
 from pagoda.mesh.world import World, joined, launched
 from pagoda.optim import AdamW
-from pagoda.plan.tiers import update_threads
+from pagoda.plan.lanes import update_threads
 from pagoda.runtime.device import PAST, CudaDevice
 from pagoda.simulate.hardware import DeviceSpeeds, Figure, Hardware, Link
 

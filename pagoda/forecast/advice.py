@@ -12,8 +12,9 @@ from pagoda.forecast.machine import budgets_for
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Candidate
 from pagoda.memory.sizes import format_at_least, format_bytes, format_rate
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import SSD, LaneName
+from pagoda.plan.tiers import SSD
 from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
 
 _Part = TypeVar("_Part", Hardware, Cpu, Link, Drive, SmallTransfers)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.simulate.timeline import ALL_LANES, Timeline, TimelineSpan
+from pagoda.plan.lanes import ALL_LANES
+from pagoda.simulate.timeline import Timeline, TimelineSpan
 
 _US = 1e6
 _PID = 1

@@ -16,11 +16,11 @@ from pagoda.forecast.pipeline import PipelineForecast
 from pagoda.forecast.record import plan_record, timeline_record
 from pagoda.forecast.wear import wear
 from pagoda.memory.sizes import format_bytes, format_rate
+from pagoda.plan.lanes import ALL_LANES, LaneName
 from pagoda.plan.placement import MEANING
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import LaneName
 from pagoda.schedule.served import summary
-from pagoda.simulate.timeline import ALL_LANES, TierUse
+from pagoda.simulate.timeline import TierUse
 
 
 def plan_table(plan: Plan, parameters: int | None = None, explained: bool = True) -> RenderableType:

@@ -9,10 +9,10 @@ from pagoda.forecast.problem import Problem
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.device_updates import why_not_on_device
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import LaneName
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import Timeline
 

@@ -1,9 +1,9 @@
 """Update rules: the mathematics of optimizers, on the states that Pagoda moves.
 
 ``rule`` is the interface of rules. ``adamw``, ``adam``, ``sgd``, ``sign_sgd`` and ``lion`` are element-wise rules: each
-defines its settings, its states, the scalars of one step, and every operation on an element. ``codecs`` defines how
-AdamW stores its moments. ``adafactor`` and ``muon`` take whole parameters. ``torch_optimizer`` runs any optimizer class
-of torch. ``probe`` finds out which states such a class keeps.
+defines its settings, its states, the scalars of one step, and every operation on an element. ``moments`` defines the
+formats of AdamW's moments. ``adafactor`` and ``muon`` take whole parameters. ``torch_optimizer`` runs any optimizer
+class of torch. ``probe`` finds out which states such a class keeps.
 
 ``arithmetic`` has the code of these definitions, for the CPU and the GPU. The ``kernels`` files run it in loops on the
 CPU; the runtime's threads call them by address. ``flat`` calls them on tensors. The ``triton`` files run it on a GPU.

@@ -25,22 +25,8 @@ import torch
 
 from pagoda.config.run import Moments
 from pagoda.optim.adam import Adam
-from pagoda.optim.codecs import BLOCK, Key
-from pagoda.optim.rule import StateSpec
-
-MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
-"""torch's names of the moments, for every codec."""
-# States of different codecs have different names, so that no checkpoint is loaded with a wrong codec.
-_MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
-    "fp32": tuple(StateSpec(name, torch.float32) for name in MOMENT_NAMES),
-    "bf16": tuple(StateSpec(f"{name}_bf16", torch.bfloat16) for name in MOMENT_NAMES),
-    "8bit": (
-        *(StateSpec(f"{name}_fp8", torch.uint8) for name in MOMENT_NAMES),
-        *(StateSpec(f"{name}_floor", torch.float32, per=BLOCK) for name in MOMENT_NAMES),
-    ),
-}
-
-_ELEMENT_WORK: Mapping[Moments, float] = {"fp32": 1.0, "bf16": 1.4, "8bit": 1.8}
+from pagoda.optim.moments import MOMENT_FORMATS, MOMENT_NAMES
+from pagoda.optim.rule import Key, StateSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +58,12 @@ class AdamW(Adam):
         self._require("moments", self.moments in known, f"one of {', '.join(known)}")
 
     def own_states(self) -> tuple[StateSpec, ...]:
-        """Both moments, as values or codes, then their floors, in the order of the kernels' arguments."""
-        return _MOMENTS[self.moments]
+        """Both moments, as `MOMENT_FORMATS` has them."""
+        return MOMENT_FORMATS[self.moments].states
 
     def states_of(self, key: str) -> tuple[StateSpec, ...]:
         """For one of `MOMENT_NAMES`: values or codes, then floors."""
-        return _MOMENTS[self.moments][MOMENT_NAMES.index(key) :: len(MOMENT_NAMES)]
+        return self.own_states()[MOMENT_NAMES.index(key) :: len(MOMENT_NAMES)]
 
     def noise(self, parameter: str, step: int) -> Key | None:
         """A key, unless moments are fp32 and not rounded."""
@@ -85,11 +71,11 @@ class AdamW(Adam):
 
     @property
     def element_work(self) -> float:
-        return _ELEMENT_WORK[self.moments]
+        return MOMENT_FORMATS[self.moments].element_work
 
     @property
     def kernel_name(self) -> str:
-        return "adamw" if self.moments == "fp32" else f"adamw_moments_{self.moments}"
+        return MOMENT_FORMATS[self.moments].kernel_name
 
     @property
     def _decay(self) -> float:
@@ -108,7 +94,7 @@ class AdamW(Adam):
         return {"step": torch.tensor(float(step)), **moments}
 
     def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Accepts moments of a run with another codec. Moments from `torch_state` come back unchanged."""
+        """Accepts moments of a run with another format. Moments from `torch_state` come back unchanged."""
         from pagoda.optim.flat import encode_moment
 
         kept: dict[str, torch.Tensor] = {}

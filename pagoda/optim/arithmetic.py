@@ -1,4 +1,4 @@
-"""The arithmetic of updates on single elements, written once for the CPU and the GPU: rules, formats and codecs.
+"""The arithmetic of updates on single elements, written once for the CPU and the GPU: rules, formats and moments.
 
 The functions call primitives that exist for both compilers. `jit` defines them for the CPU. `triton_parts` compiles the
 source of this file with its own primitives for the GPU. So both compute the same operations in the same order.
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from pagoda.jit import part
-from pagoda.optim.codecs import CUT, CUT_OFF, MAX_NOISY, NAN, NOT_FINITE
 from pagoda.optim.jit import (
     HAS_CONVERSIONS,
     add,
@@ -38,6 +37,7 @@ from pagoda.optim.jit import (
     where,
     word,
 )
+from pagoda.optim.moments import CUT, CUT_OFF, MAX_NOISY, NAN, NOT_FINITE
 
 FP32, BF16, FP16 = 0, 1, 2
 """The forms."""
@@ -53,8 +53,8 @@ PLAIN: Mapping[str, tuple[int, bool]] = {
     "sign_sgd": (SIGN_SGD, False),
     "lion": (LION, False),
 }
-"""`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16, rounded as `codecs` defines (otherwise
-they are fp32). All kernels except the one for 8-bit moments."""
+"""`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16, rounded as `moments` defines (otherwise
+they are fp32). All kernels except the one for 8-bit moments. A rule has at most two moments."""
 
 # The update of one element, as the files of the rules define it. Each returns the weight and its moments.
 
@@ -213,7 +213,7 @@ def halves_of(form: Any, value: Any) -> Any:
     return high, low
 
 
-# Codecs of moments, as `codecs` defines them.
+# Formats of moments, as `moments` defines them.
 
 
 @part

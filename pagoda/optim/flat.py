@@ -8,8 +8,8 @@ import torch
 from pagoda.config.run import Moments
 from pagoda.errors import ConfigError
 from pagoda.optim import kernels
-from pagoda.optim.codecs import BLOCK, Key
-from pagoda.optim.rule import PRECISIONS, ElementwiseRule
+from pagoda.optim.moments import BLOCK, MOMENT_FORMATS
+from pagoda.optim.rule import PRECISIONS, ElementwiseRule, Key
 
 
 def _address(what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
@@ -90,7 +90,7 @@ def _convert(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tenso
 def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
     """A parameter's moment in fp32, shape [N].
 
-    kept: the tensors of ``AdamW(moments=...).states_of(moment)``. Their dtype determines the codec. Raises ConfigError
+    kept: the tensors of ``AdamW(moments=...).states_of(moment)``. Their dtype determines the format. Raises ConfigError
     for unsuitable tensors.
     """
     codes = kept[0]
@@ -111,10 +111,9 @@ def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[
     Nothing is rounded stochastically, but to nearest. Encoding decoded values gives the same bits. Raises
     ConfigError for unsuitable tensors.
     """
-    if moments == "fp32":
-        return (values,)
-    if moments == "bf16":
-        return (values.to(torch.bfloat16),)
+    dtype = MOMENT_FORMATS[moments].states[0].dtype
+    if dtype is not torch.uint8:
+        return (values.to(dtype),)
     n = values.numel()
     codes, floors = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // BLOCK))
     at = _address(moment, values, torch.float32, n)

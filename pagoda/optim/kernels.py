@@ -12,7 +12,7 @@ A kernel is compiled for the forms (`arithmetic`) of the master and of the gradi
 fp32, so the bits are those that the same values stored in fp32 would give. Its rule is a constant too, and not an
 argument, because Numba does not cache kernels that take functions.
 
-This file has the kernels of rules, those that split and join masters, and the codec of 8-bit moments by itself.
+This file has the kernels of rules, those that split and join masters, and the conversion of 8-bit moments by itself.
 `gradient_kernels` has the kernels that store and add gradients.
 """
 
@@ -49,9 +49,9 @@ from pagoda.optim.arithmetic import (
     sgd_element,
     sign_sgd_element,
 )
-from pagoda.optim.codecs import BLOCK, CUT
 from pagoda.optim.elements import load, load_master, masters_at, store, store_master, stream, values_at
 from pagoda.optim.jit import add, fence, fp32, on_stack, pointer, room, rounded, word
+from pagoda.optim.moments import BLOCK, CUT
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 UpdateKernel = Callable[..., None]

@@ -36,6 +36,7 @@ if each step changes the master as the last one did. The master is then a state 
 rounded as a split master is, in fp32 not at all.
 """
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -48,7 +49,6 @@ import torch
 from pagoda.config.settings import require
 from pagoda.config.training import Precision, require_choice
 from pagoda.errors import ConfigError
-from pagoda.optim.codecs import Key
 
 DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRECISIONS: Mapping[torch.dtype, Precision] = {dtype: precision for precision, dtype in DTYPES.items()}
@@ -271,6 +271,22 @@ class Rule(ABC):
             else:
                 kept[spec.name] = value.detach().to("cpu", spec.dtype).reshape(own)
         return kept
+
+
+class Key(NamedTuple):
+    """The seed of the noise of one parameter at one step: two unsigned 32-bit integers."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, seed: int, name: str, step: int) -> "Key":
+        """The first 8 bytes, little-endian, of BLAKE2b (digest of 8) over "seed/step/name" in UTF-8.
+
+        ``name`` is the first one that the parameter has in the model; ``step`` counts its updates from 1.
+        """
+        digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
+        return cls(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Element-wise kernels on a GPU: updates with every codec of moments, and sums of squares of gradients.
+"""Element-wise kernels on a GPU: updates with every format of moments, and sums of squares of gradients.
 
 A kernel takes pointers to the first of `n` elements: bf16 values and int16 halves as int16, codes as uint8, fp32 as
 fp32. It does not use pointers to states that its rule does not have. `scalars` are the rule's, as a tuple.
@@ -6,14 +6,14 @@ fp32. It does not use pointers to states that its rule does not have. `scalars` 
 
 import triton.language as tl
 
-from pagoda.optim import arithmetic, codecs, gradient_kernels, triton_parts as parts
+from pagoda.optim import arithmetic, gradient_kernels, moments, triton_parts as parts
 from pagoda.optim.triton_parts import jit
 
 _ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
 _SIGN_SGD = tl.constexpr(arithmetic.SIGN_SGD)
 _SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
 _FP32 = tl.constexpr(arithmetic.FP32)
-_BLOCK, _CUT = tl.constexpr(codecs.BLOCK), tl.constexpr(codecs.CUT)
+_BLOCK, _CUT = tl.constexpr(moments.BLOCK), tl.constexpr(moments.CUT)
 LANES, _ROW = tl.constexpr(gradient_kernels.LANES), tl.constexpr(gradient_kernels.ROW)
 _AHEAD = tl.constexpr(16)
 

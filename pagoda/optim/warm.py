@@ -4,10 +4,10 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.optim.adafactor import Adafactor
-from pagoda.optim.codecs import BLOCK
 from pagoda.optim.flat import join, split, update
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.kernels import convert_moment, halves, update_kernel
+from pagoda.optim.moments import BLOCK
 from pagoda.optim.muon import Muon
 from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
 

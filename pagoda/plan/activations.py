@@ -8,9 +8,10 @@ from math import inf
 from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError
 from pagoda.memory.sizes import format_bytes
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import Layout
 from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
-from pagoda.plan.tiers import HOST, SSD, LaneName
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 LEAST_OFFLOADED_BYTES = 64 << 10

@@ -8,8 +8,9 @@ FETCH_SLOTS, FETCH_PIECE_BYTES = 4, 4 << 20
 
 BLOCK_ELEMENTS = 1 << 20
 """Most elements of a block of states that streams through the ring. It then takes a few MiB of each."""
-RING_SLOTS = 4
-"""Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare."""
+LEAST_RING_SLOTS = 4
+"""Least number of blocks in flight on SSD: one is read, one updated, one written, and one is spare. There are more if
+RAM is left (`plan/place.py`)."""
 DEVICE_SLOTS, WHOLE_SLOTS = 4, 2
 """Number of blocks that pass the device at once: one comes, one is updated, one goes, and one is spare. The second
 number is for blocks that are whole parameters."""
@@ -20,6 +21,9 @@ BLOCKS_OF_A_THREAD = 4
 MOST_LAUNCHED = 1 << 30
 """Most elements of one launch of a GPU's kernel, whose indices have 32 bits."""
 
+GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
+"""Most bytes of gradients on their way to their extents at once, unless a plan sets more. This bounds what autograd's
+own copies add to peak memory."""
 STAGED = 4
 """Most gradients of the widest unit in the staging region, if units are updated during backward."""
 BOUNCE_ELEMENTS = 1 << 20

@@ -17,12 +17,12 @@ from pagoda.plan.buffers import (
     BOUNCE_ELEMENTS,
     FETCH_PIECE_BYTES,
     LEASES_AHEAD,
+    LEAST_RING_SLOTS,
     MOST_AT_HOME,
     MOST_BOUNCE_BUFFERS,
     MOST_BOUNCED,
     MOST_LAUNCHED,
     PIECE_ELEMENTS,
-    RING_SLOTS,
 )
 from pagoda.plan.packed import Packed, ShapedSpan
 from pagoda.plan.ranks import ALONE, Ranks
@@ -367,8 +367,8 @@ class Layout:
         sizes = (known[name].itemsize for known in self._dtypes.values() for name in streamed if name in known)
         per_page = self.page_bytes // min(sizes)
         # So that the ring holds at most one unit.
-        quarter = max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
-        return -(-min(self.block_limit, quarter + 1) // per_page) * per_page
+        most = max(-(-unit.numel // self.group(unit)) for unit in self.units) // LEAST_RING_SLOTS
+        return -(-min(self.block_limit, most + 1) // per_page) * per_page
 
     def block_at_home(self, unit: UnitSpec, on_device: bool, threads: int) -> int:
         """Elements of a block of an update that passes no ring. On a device, one launch takes all. In RAM, `threads`
@@ -399,7 +399,7 @@ class Layout:
     @property
     def least_ring_slots(self) -> int:
         """Number of blocks that the ring must hold. A rule that takes whole parameters needs one."""
-        return RING_SLOTS if self.weight.whole is None else 1
+        return LEAST_RING_SLOTS if self.weight.whole is None else 1
 
     @cached_property
     def work_elements(self) -> int:

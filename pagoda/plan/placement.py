@@ -6,8 +6,9 @@ from functools import cached_property
 
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import UPDATE_RING, WORK
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
-from pagoda.plan.tiers import DEVICE, HOST, SSD, LaneName
+from pagoda.plan.tiers import DEVICE, HOST, SSD
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS, SERVING = "collective", "serving"

@@ -10,10 +10,11 @@ from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, offload_room, plan_activations
-from pagoda.plan.buffers import BLOCK_ELEMENTS
+from pagoda.plan.buffers import BLOCK_ELEMENTS, GRADIENTS_IN_FLIGHT_BYTES
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.exchanges import ROWS, Exchange
+from pagoda.plan.lanes import LARGE_TRANSFER_BYTES
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.lookups import largest_lookups, lookups_asked
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -21,7 +22,7 @@ from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, STAGING, Budgets, Placement
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
-from pagoda.plan.tiers import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, RANKS, SSD
+from pagoda.plan.tiers import BUDGETED, DEVICE, HOST, RANKS, SSD
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, first_limit, forward_uses, is_within
 
@@ -32,9 +33,6 @@ _BUFFERS = (
 )
 """Combinations to try, in this order: elements of a streamed block, and gradients in the staging region. The smallest
 blocks come last: each transfer takes a core for about 0.2 ms, whatever its size."""
-
-_CHECKED = (DEVICE, HOST, SSD)
-"""Tiers in the order in which `place` checks their budgets."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Plan:
         order = (*(state.name for state in self.layout.states), *LINES_AFTER_STATES)
         account: dict[str, dict[str, int]] = {
             tier: {line: pages[line] * self.page_bytes for line in order if line in pages}
-            for tier in (DEVICE, HOST, SSD)
+            for tier in BUDGETED
             if (pages := self.placement.lines.get(tier))
         }
         for tier, nbytes in ((HOST, self.activations.peak.host), (SSD, self.activations.peak.ssd)):
@@ -310,8 +308,8 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
 
 def _least(refusals: list[BudgetError]) -> BudgetError:
     """Of the refusals that found the most tiers sufficient, the one that needs the least."""
-    furthest = max(_CHECKED.index(r.tier or DEVICE) for r in refusals)
-    return min((r for r in refusals if r.tier == _CHECKED[furthest]), key=lambda r: r.needed_bytes or 0)
+    furthest = max(BUDGETED.index(r.tier or DEVICE) for r in refusals)
+    return min((r for r in refusals if r.tier == BUDGETED[furthest]), key=lambda r: r.needed_bytes or 0)
 
 
 def _with_advice(refusal: BudgetError, layout: Layout, budgets: Budgets) -> BudgetError:

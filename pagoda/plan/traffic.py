@@ -6,11 +6,12 @@ from itertools import groupby
 
 from pagoda.plan.activations import OFFLOAD_LANES, recomputes
 from pagoda.plan.exchanges import Exchange
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.slices import slice_elements
-from pagoda.plan.tiers import DEVICE, SSD, LaneName
+from pagoda.plan.tiers import DEVICE, SSD
 from pagoda.plan.trace import Phase, gradients_of
 from pagoda.plan.units import UnitSpec, around_of
 

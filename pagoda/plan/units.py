@@ -10,7 +10,7 @@ from pagoda.errors import BudgetError
 
 ALIGN_ELEMENTS = 256
 """Every parameter starts at a multiple of this many elements in its extent. BLAS results may depend on alignment, CUDA
-needs 256 bytes, and blocks of 8-bit moments (`optim.codecs`) must not depend on the layout."""
+needs 256 bytes, and blocks of 8-bit moments (`optim.moments`) must not depend on the layout."""
 _MOST_UNIT_BYTES, _LEAST_UNIT_BYTES = 512 << 20, 64 << 10
 _UNITS_WANTED = 8
 

@@ -13,9 +13,9 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.slices import Span
-from pagoda.plan.tiers import LaneName
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.order import FIRST, Call, CollectiveKind, CollectiveOrder, ProgramPart, Section
 from pagoda.ranks.transport import Group, Transport

@@ -9,9 +9,10 @@ import torch
 from pagoda.memory.page import PageRun, pages_for
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.collective import MESSAGE_BYTES
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import SERVING
-from pagoda.plan.tiers import HOST, LaneName
+from pagoda.plan.tiers import HOST
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.order import Call, CollectiveKind

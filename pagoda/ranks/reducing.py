@@ -15,8 +15,8 @@ from pagoda.errors import BudgetError, RankError
 from pagoda.memory.arena import copy_bytes
 from pagoda.mesh.world import rank_timeout_s
 from pagoda.parameters.unit import LiveUnit
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.slices import Span
-from pagoda.plan.tiers import LaneName
 from pagoda.plan.units import UnitSpec
 from pagoda.ranks.collective import Collectives
 from pagoda.ranks.mean import DROPPED, GIVEN, NOT_FINITE, Buffers, Flags, Reduction

@@ -10,7 +10,7 @@ from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.page import PageRun
 from pagoda.memory.region import Region
 from pagoda.plan.tiers import DEVICE, HOST
-from pagoda.runtime.buffers import BufferPool
+from pagoda.runtime.buffer_pool import BufferPool
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 from pagoda.runtime.store import Store
 

@@ -16,11 +16,12 @@ from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.rule import Hyper
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.buffers import BOUNCE_ELEMENTS
+from pagoda.plan.lanes import LaneName, update_threads
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.placement import BOUNCE, STAGING
 from pagoda.plan.slices import Span
-from pagoda.plan.tiers import HOST, LaneName, update_threads
-from pagoda.runtime.buffers import BufferPool
+from pagoda.plan.tiers import HOST
+from pagoda.runtime.buffer_pool import BufferPool
 from pagoda.runtime.device import PAST, Arrival, Device, Event, StoreGradient, store_in_ram
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.meter import StepMeter

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch.autograd import profiler
 
 from pagoda.interrupts import held_back
-from pagoda.plan.tiers import INLINE_BYTES, LaneName
+from pagoda.plan.lanes import INLINE_BYTES, LaneName
 from pagoda.process import check_not_forked, forks, start_thread
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.waiters import Waiters

@@ -12,10 +12,11 @@ from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.region import Region
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.buffers import FETCH_SLOTS
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.placement import FETCH_RING, LEASES
-from pagoda.plan.tiers import HOST, SSD, LaneName
-from pagoda.runtime.buffers import BufferPool
+from pagoda.plan.tiers import HOST, SSD
+from pagoda.runtime.buffer_pool import BufferPool
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.store import Store

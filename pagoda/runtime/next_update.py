@@ -6,8 +6,7 @@ from functools import lru_cache
 from typing import Any, Self
 
 from pagoda.errors import UsageError
-from pagoda.optim.codecs import Key
-from pagoda.optim.rule import ElementwiseRule, Hyper, Rule
+from pagoda.optim.rule import ElementwiseRule, Hyper, Key, Rule
 from pagoda.parameters.unit import LiveUnit
 
 Group = Mapping[str, Any]

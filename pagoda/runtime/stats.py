@@ -1,4 +1,8 @@
-"""Figures of the last step, as `optimizer.stats` shows them. The engine fills them in (`Engine._take_stats`)."""
+"""Figures of the last step, as `optimizer.stats` shows them.
+
+`Engine._take_stats` fills them in, from what lanes, `StepMeter` and the scheduler (`Usage`) have counted.
+`train/step_metrics.py` chooses those that metrics.jsonl has.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -17,12 +17,12 @@ from pagoda.memory.versions import EMPTY
 from pagoda.mesh.shards import Shards
 from pagoda.plan.device_updates import WORK
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK
-from pagoda.plan.placement import ACTIVATIONS, CHECKPOINT, LEASES, RING, STAGING, VERSIONS
+from pagoda.plan.placement import ACTIVATIONS, CHECKPOINT, RING, VERSIONS
 from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec
-from pagoda.runtime.buffers import BufferPool
+from pagoda.runtime.buffer_pool import BufferPool
 from pagoda.runtime.device import PAST, Device
 from pagoda.schedule.operations import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
@@ -95,7 +95,7 @@ class Store:
 
     def _divide(self, plan: Plan, host: Region, device: Region | None) -> None:
         """Take all pages of a plan from its memory."""
-        placement, page = plan.placement, plan.page_bytes
+        placement = plan.placement
         self.plan = plan
         self.device = device
         """All pages of a separate device. None if compute reads RAM."""
@@ -129,8 +129,6 @@ class Store:
         """Frames for fp32 copies, if the rule computes on them."""
         self.spare = self.host.take(placement.pages(HOST, CHECKPOINT))
         """Frames for a piece of state on its way to a checkpoint."""
-        self.host_bytes = page * sum(n for line, n in placement.lines[HOST].items() if line not in (LEASES, STAGING))
-        """Bytes of homes and rings, without leases and staging, whose use varies."""
 
     def make_room_on_ssd(self, plan: Plan) -> None:
         """Open the SSD tier that a plan needs, or let it grow. Raises StorageError and BudgetError."""

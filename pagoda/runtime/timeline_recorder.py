@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from pagoda.plan.tiers import LaneName
+from pagoda.plan.lanes import LaneName
 from pagoda.simulate.timeline import Timeline, TimelineSpan
 
 

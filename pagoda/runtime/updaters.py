@@ -14,9 +14,9 @@ from pagoda.optim.rule import DTYPES, LOW, PRECISIONS, ElementwiseRule, Rule, St
 from pagoda.plan.blocks import StreamPlan, stream_plan
 from pagoda.plan.buffers import DEVICE_SLOTS
 from pagoda.plan.device_updates import WORK, slot_offsets, slot_pages
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan
-from pagoda.plan.tiers import LaneName
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device, UpdateKernel
 from pagoda.runtime.lanes import Handle, Lane

@@ -16,8 +16,8 @@ from pagoda.memory.region import Region
 from pagoda.optim.rule import StateSpec
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.blocks import StreamPlan
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.tiers import LaneName
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment

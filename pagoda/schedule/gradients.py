@@ -6,7 +6,8 @@ A record is the gradient of a unit for one step. It begins when autograd or anot
 it ends when its update has used it. A unit whose gradients are never on SSD may have buffers of its own, one for each
 step whose gradients may wait. The other units share the pages for buffers. If SSD has room, a complete gradient in
 shared pages that waits for `step()` is written there at once, and keeps its buffer until another gradient needs the
-pages. So a gradient that is used soon is not read back from SSD.
+pages. So a gradient that is used soon is not read back from SSD. Of several gradients, the one whose buffer has been
+idle longest gives its pages up first.
 """
 
 from bisect import insort

@@ -1,4 +1,4 @@
-"""Idle leases: which of them make room for another lease."""
+"""Idle leases: which of them are evicted, to make room for another lease."""
 
 from collections.abc import Callable
 from contextlib import closing

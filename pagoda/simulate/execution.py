@@ -4,14 +4,15 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import DEVICE, SSD, LaneName
+from pagoda.plan.tiers import DEVICE, SSD
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.operations import Fetch, Offload, Operation, Question, ReadAhead, Reload, Share, Spill, Update
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.waits import InFlight
-from pagoda.simulate.lanes import SimulatedLanes, Task, Work
+from pagoda.simulate.clock import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.updates import SimulatedUpdates
 

@@ -15,7 +15,7 @@ from typing import Literal
 from pagoda.config.decode import decoded
 from pagoda.errors import ConfigError
 from pagoda.memory.files import read_regular
-from pagoda.plan.tiers import LARGE_TRANSFER_BYTES
+from pagoda.plan.lanes import LARGE_TRANSFER_BYTES
 
 FORMAT = "pagoda-hardware"
 VERSION = 5

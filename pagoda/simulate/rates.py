@@ -8,8 +8,8 @@ from math import inf, prod
 from pagoda.errors import ConfigError
 from pagoda.optim.rule import Shape, UpdateWork
 from pagoda.plan.exchanges import Exchange
+from pagoda.plan.lanes import LARGE_TRANSFER_BYTES, LaneName, update_threads
 from pagoda.plan.ranks import ALONE, Ranks
-from pagoda.plan.tiers import LARGE_TRANSFER_BYTES, LaneName, update_threads
 from pagoda.plan.units import UnitSpec
 from pagoda.simulate.hardware import Figure, Hardware
 

@@ -12,8 +12,8 @@ from statistics import fmean
 
 from pagoda.plan.activations import OFFLOAD_LANES
 from pagoda.plan.exchanges import ROWS, Exchange
+from pagoda.plan.lanes import LANES, LaneName
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import LANES, LaneName
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
 from pagoda.plan.traffic import activations_at, exchanges_at
 from pagoda.plan.units import enclosing
@@ -24,9 +24,9 @@ from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
 from pagoda.schedule.served import Served
 from pagoda.schedule.waits import InFlight, charged
+from pagoda.simulate.clock import SimulatedLanes, Task, Work
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
-from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.passes import FEW, Mark, first_passes, pass_begins, with_more_passes
 from pagoda.simulate.rates import Rates, WorkOf, adamw_work
 from pagoda.simulate.timeline import Timeline

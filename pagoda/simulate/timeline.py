@@ -5,13 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from pagoda.plan.tiers import LANES, LaneName
+from pagoda.plan.lanes import LaneName
 from pagoda.schedule.served import AccessCounts, Served, count_accesses
 
-COMPUTE = "compute"
-"""The thread or stream that runs the model."""
-ALL_LANES = (COMPUTE, *LANES, LaneName.COLLECTIVE)
-"""Every lane, in the order in which tables show them."""
 _BINDING = 0.05
 """Share of a step for which compute waits for a lane that binds it, at least."""
 
@@ -94,7 +90,7 @@ class Timeline:
     def pass_s(self) -> float:
         """Seconds per micro-batch: from one forward to the next, without the first of the step, which waits for
         updates. If there are few, the mean from the first forward to the end of the last backward."""
-        compute = [span for span in self.spans if span.lane == COMPUTE]
+        compute = [span for span in self.spans if span.lane == LaneName.COMPUTE]
         backward = [span.name.startswith("backward") for span in compute]
         begins = [
             span.start_s
@@ -110,5 +106,5 @@ class Timeline:
     def binding_lane(self) -> str:
         """The lane that a faster machine would have to speed up first: the one for which compute waits most, if that is
         more than a twentieth of the step, otherwise compute."""
-        lane, seconds = max(self.stall_s.items(), key=lambda item: item[1], default=(COMPUTE, 0.0))
-        return lane if seconds > _BINDING * self.step_s else COMPUTE
+        lane, seconds = max(self.stall_s.items(), key=lambda item: item[1], default=(LaneName.COMPUTE, 0.0))
+        return lane if seconds > _BINDING * self.step_s else LaneName.COMPUTE

@@ -7,13 +7,14 @@ from math import ceil
 from typing import Any
 
 from pagoda.plan.blocks import stream_plan
+from pagoda.plan.lanes import INLINE_BYTES, LaneName
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import INLINE_BYTES, SSD, LaneName
+from pagoda.plan.tiers import SSD
 from pagoda.plan.traffic import Traffic
 from pagoda.schedule.operations import ReadAhead, Update
 from pagoda.schedule.stream import Action, Block, Do, Stream
-from pagoda.simulate.lanes import SimulatedLanes, Task, Work
+from pagoda.simulate.clock import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 
 _MOST_BLOCKS = 400

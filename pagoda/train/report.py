@@ -12,8 +12,7 @@ from pagoda.memory.files import read_regular
 from pagoda.memory.json_forms import FormError, whole
 from pagoda.memory.sizes import format_bytes, format_rate
 from pagoda.plan.exchanges import GRADIENTS, SEND, SUM, TOKENS
-from pagoda.plan.tiers import LaneName
-from pagoda.simulate.timeline import ALL_LANES
+from pagoda.plan.lanes import ALL_LANES, LaneName
 from pagoda.train.metrics import STEP_FORM, read_evaluations, read_metrics
 from pagoda.train.run_dir import RunDir
 

@@ -14,7 +14,7 @@ from pagoda.calibrate.machine import calibrate
 from pagoda.calibrate.meter import Effort, Meter
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
-from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.page_file import PageFile
 from pagoda.mesh.world import launched
 from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware, write_hardware
 from pagoda.simulate.machines import MACHINES

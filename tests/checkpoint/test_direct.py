@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from pagoda.checkpoint import direct
 from pagoda.checkpoint.direct import DirectFile
 from pagoda.memory.arena import Arena
-from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.page_file import PageFile
 
 SIZE = 3 << 20
 in_a_folder = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -11,8 +11,8 @@ from pagoda.forecast.advice import advise
 from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.machine import Machine
 from pagoda.memory.sizes import format_rate
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.tiers import LaneName
 from pagoda.simulate.machines import find_machine
 
 from .machines import GIB, MIB, SMALL, figure

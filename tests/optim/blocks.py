@@ -4,10 +4,9 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, Lion, SignSGD, flat, gradient_dtype
-from pagoda.optim.codecs import Key
 from pagoda.optim.gradient_kernels import gradient_kernels
 from pagoda.optim.kernels import update_kernel
-from pagoda.optim.rule import MASTER, ElementwiseRule
+from pagoda.optim.rule import MASTER, ElementwiseRule, Key
 
 States = dict[str, torch.Tensor]
 
@@ -84,7 +83,7 @@ def random_states(
         for moment, scale in (("exp_avg", 1e-1), ("exp_avg_sq", 1e-3)):
             values = random_values(n, scale, generator, edges)
             values = values.abs() if moment == "exp_avg_sq" else values
-            values = values / 4 if rule.moments == "8bit" else values  # the largest are not finite to this codec
+            values = values / 4 if rule.moments == "8bit" else values  # the largest are not finite in this format
             kept = flat.encode_moment(moment, values, rule.moments)
             made.update(zip((state.name for state in rule.states_of(moment)), kept, strict=True))
     else:

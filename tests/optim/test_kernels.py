@@ -22,9 +22,9 @@ from pagoda.errors import ConfigError
 from pagoda.jit import OPTIONS
 from pagoda.optim import SGD, AdamW, Lion, flat, kernels
 from pagoda.optim.arithmetic import BF16, FP16, FP32
-from pagoda.optim.codecs import BLOCK
 from pagoda.optim.gradient_kernels import gradient_kernels
 from pagoda.optim.jit import HAS_CONVERSIONS
+from pagoda.optim.moments import BLOCK
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 from .blocks import (

@@ -8,11 +8,12 @@ from hypothesis import given, strategies as st
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.plan.buffers import BLOCK_ELEMENTS
+from pagoda.plan.lanes import update_threads
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import LEASES, STAGING, Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.tiers import DEVICE, HOST, SSD, update_threads
+from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.traffic import bytes_written_to_ssd, traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
 

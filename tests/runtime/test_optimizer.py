@@ -13,7 +13,7 @@ from zoo import ALL_ON_SSD, assert_equal, squeeze
 
 import pagoda
 from pagoda.config.run import Moments
-from pagoda.plan.tiers import LANES
+from pagoda.plan.lanes import LANES
 
 from .conftest import Wrap
 from .loops import Wrapped, assert_same_state, backward, inputs, layers

@@ -18,9 +18,10 @@ from pagoda.config.training import ActivationMode
 from pagoda.optim.adamw import AdamW
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import ActivationPlan, Policy
+from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import GRAD
 from pagoda.plan.planner import make_plan
-from pagoda.plan.tiers import HOST, SSD, LaneName
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import Access
 from pagoda.plan.traffic import activations_at
 from pagoda.prepare.construct import describe

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.plan.tiers import LARGE_TRANSFER_BYTES
+from pagoda.plan.lanes import LARGE_TRANSFER_BYTES
 from pagoda.simulate.hardware import Drive, Figure, Hardware, MatmulRate, SmallTransfers, read_hardware
 from pagoda.simulate.machines import MACHINES, UPDATE_BYTES, find_machine
 from tests.forecast.machines import SMALL

@@ -20,20 +20,21 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops, module_spec
 from pagoda.models.papers import PAPER_SHAPES
-from pagoda.plan.buffers import RING_SLOTS
+from pagoda.plan.buffers import LEAST_RING_SLOTS
 from pagoda.plan.collective import reduce_buffers
+from pagoda.plan.lanes import LANES, LaneName
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import VERSIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.tiers import HOST, LANES, SSD, LaneName
+from pagoda.plan.tiers import HOST, SSD
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.schedule.served import Found, hit_rate
+from pagoda.simulate.clock import SimulatedLanes, Task, Work
 from pagoda.simulate.hardware import DeviceSpeeds, Hardware, Link
-from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import Timeline
@@ -346,7 +347,7 @@ def streaming(asynchronous: bool, passes: float) -> tuple[float, float, float]:
     options = Options(page_bytes=4096, clipping=True, asynchronous=asynchronous)
     layout = make_plan(tower(12, 256), STATES["bf16"], Budgets(LARGE), options).layout
     pages = (layout.total_pages(WEIGHT) + layout.total_pages(GRAD)) * (1 + asynchronous)
-    ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
+    ring = LEAST_RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
     budget = (pages + ring + layout.piece_pages) * layout.page_bytes
     plan = make_plan(tower(12, 256), STATES["bf16"], Budgets(budget, ssd=LARGE), options)
     assert all(plan.placement.home(unit.index, WEIGHT) == HOST for unit in plan.units)

@@ -17,7 +17,7 @@ from pagoda.plan.activations import LEAST_OFFLOADED_BYTES, offload_room
 from pagoda.plan.buffers import ACTIVATION_BUFFERS
 from pagoda.plan.placement import ACTIVATIONS
 from pagoda.plan.tiers import HOST, SSD
-from pagoda.runtime.buffers import BufferPool
+from pagoda.runtime.buffer_pool import BufferPool
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.store import Store
 

@@ -16,9 +16,9 @@ from pagoda.errors import BudgetError, ConfigError, StorageError
 from pagoda.memory.files import SyncError, sync_directory
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.commits import Commit, Reference, table_hash
-from pagoda.memory.ssd.file import PageFile
 from pagoda.memory.ssd.lock import lock_directories
 from pagoda.memory.ssd.orphans import gc_hint, why_abandoned
+from pagoda.memory.ssd.page_file import PageFile
 from pagoda.memory.ssd.record import (
     PAGES,
     RECORD,

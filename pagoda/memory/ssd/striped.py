@@ -1,4 +1,4 @@
-"""Verified pages in the files of several drives."""
+"""Pages in the files of several drives, hashed when they are written and compared when they are read."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import CorruptPageError
-from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.hashes import hashes_of
+from pagoda.memory.ssd.page_file import PageFile
 from pagoda.memory.ssd.record import PAGES, StoreRecord
-from pagoda.memory.ssd.slots import UNWRITTEN, PageTable, Slots, stretches
-from pagoda.memory.ssd.xxh3 import hashes_of
+from pagoda.memory.ssd.slots import UNWRITTEN, Hashes, PageTable, Slots, stretches
 
 
 class StripedFile:
@@ -57,10 +57,13 @@ class StripedFile:
                 "checkpoint"
             )
 
-    def write(self, slots: Slots, data: memoryview) -> None:
-        """Write pages to these slots, the last one perhaps in part. Raises like `PageFile.pwrite`."""
+    def write(self, slots: Slots, data: memoryview) -> Hashes:
+        """Write pages to these slots, the last one perhaps in part. Returns their hashes, for the tables from which
+        they are read. Raises like `PageFile.pwrite`."""
+        hashes = hashes_of(data, self.page_bytes)
         for file, first, views in self._stretches(slots, data):
             file.pwrite(first, *views)
+        return hashes
 
     def grow(self, portion: Sequence[int]) -> None:
         """Add a portion. Raises StorageError if a disk has too little space."""

@@ -22,7 +22,6 @@ from pagoda.memory.ssd.orphans import gc_hint
 from pagoda.memory.ssd.record import StoreRecord, locate
 from pagoda.memory.ssd.slots import PageTable, Slots, SlotTable, slots_of
 from pagoda.memory.ssd.store import PageStore
-from pagoda.memory.ssd.xxh3 import hashes_of
 
 _log = logging.getLogger("pagoda")
 
@@ -40,8 +39,8 @@ class SSDTier:
     store to a page that another run, a snapshot or a commit keeps goes to a free slot. The `spare` slots make that
     possible: a commit of all pages takes at most as many slots as pages have changed since.
 
-    Every store hashes each page (xxh3_64), and every load compares. Pages that were never stored read as zeros. Each
-    load or store is atomic with respect to others that touch its pages, and to `PageSnapshot.add`.
+    Every store hashes each page, and every load compares (`StripedFile`). Pages that were never stored read as zeros.
+    Each load or store is atomic with respect to others that touch its pages, and to `PageSnapshot.add`.
 
     The directories are locked from the constructor to `close`. Pages of commits that `PageStore` finds there can be
     adopted.
@@ -191,11 +190,10 @@ class SSDTier:
         the new ones, and loading them then raises an error.
         """
         pages = self._part(run, offset_bytes, data.nbytes)
-        hashes = hashes_of(data, self.page_bytes)
         with self._changed:
             targets = self._targets(pages)
         try:
-            self._store.file.write(targets, data)
+            hashes = self._store.file.write(targets, data)
         except BaseException:
             with self._changed:
                 self._table.abandon_store(pages, targets)

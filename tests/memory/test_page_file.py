@@ -16,7 +16,7 @@ import torch
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.page import PAGE_ALIGN
-from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.page_file import PageFile
 
 PAGE = 16 * PAGE_ALIGN
 

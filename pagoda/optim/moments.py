@@ -1,4 +1,4 @@
-"""Codecs: how AdamW stores a moment between two updates, if not in fp32. They are lossy, so fp32 is the default.
+"""Formats of AdamW's moments between two updates. All but fp32 are lossy, so fp32 is the default.
 
 An update decodes both moments to fp32, takes the step of `adamw` with them, and encodes the new ones. The new weight is
 computed before encoding. A parameter's state, without its bf16 weight, takes 10 bytes with fp32 moments, 6 with "bf16"
@@ -6,7 +6,7 @@ moments, and 4 with "8bit" moments, whose floors take another 1/32. 2 of these b
 
 **Stochastic rounding.** With beta2 = 0.999 a second moment may change by a thousandth of itself in a step, but
 neighbouring bf16 values differ by at least 1/256, and neighbouring 8-bit values by 1/16. Rounding to nearest would
-often leave it unchanged. So both codecs cut off the lowest bits of the fp32 value, and round up with a probability
+often leave it unchanged. So both formats cut off the lowest bits of the fp32 value, and round up with a probability
 equal to the fraction that they cut off. The error is then zero on average. All arithmetic is on unsigned 32-bit
 integers, modulo 2**32, and `bits` are those of an fp32 value::
 
@@ -18,7 +18,7 @@ integers, modulo 2**32, and `bits` are those of an fp32 value::
     noise = x & (2**cut - 1) for exp_avg, x >> (32 - cut) for exp_avg_sq
     code = (bits + noise) >> cut
 
-Values that the codec can represent are kept.
+Values that the format can represent are kept.
 
 The noise is a pure function of seed, parameter, step and element. So block size, threads, tiers, layout and resuming
 do not change it, and every kernel computes the same. The mixing function is lowbias32 (Wellons, "Prospecting for hash
@@ -51,8 +51,13 @@ with infinity, NaN, or a magnitude above 2**127 * 15/16 gets zeros as codes and 
 as NaN.
 """
 
-import hashlib
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import torch
+
+from pagoda.config.run import Moments
+from pagoda.optim.rule import StateSpec
 
 BLOCK = 256
 """Elements that share a floor."""
@@ -67,18 +72,33 @@ NOT_FINITE = 254
 NAN = 0x7FC00000
 """Bits of NaN."""
 
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+"""torch's names of the moments, for every format."""
 
-class Key(NamedTuple):
-    """The seed of the noise of one parameter at one step: two unsigned 32-bit integers."""
 
-    low: int
-    high: int
+class MomentFormat(NamedTuple):
+    """A format of both moments."""
 
-    @classmethod
-    def of(cls, seed: int, name: str, step: int) -> "Key":
-        """The first 8 bytes, little-endian, of BLAKE2b (digest of 8) over "seed/step/name" in UTF-8.
+    states: tuple[StateSpec, ...]
+    """Both moments, as values or codes, then their floors, in the order of the kernels' arguments. Those of different
+    formats have different names, so that no checkpoint is loaded with a wrong format."""
+    kernel_name: str
+    """The kernel of AdamW with these moments."""
+    element_work: float
+    """As in `Rule.element_work`."""
 
-        ``name`` is the first one that the parameter has in the model; ``step`` counts its updates from 1.
-        """
-        digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
-        return cls(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
+
+MOMENT_FORMATS: Mapping[Moments, MomentFormat] = {
+    "fp32": MomentFormat(tuple(StateSpec(name, torch.float32) for name in MOMENT_NAMES), "adamw", 1.0),
+    "bf16": MomentFormat(
+        tuple(StateSpec(f"{name}_bf16", torch.bfloat16) for name in MOMENT_NAMES), "adamw_moments_bf16", 1.4
+    ),
+    "8bit": MomentFormat(
+        (
+            *(StateSpec(f"{name}_fp8", torch.uint8) for name in MOMENT_NAMES),
+            *(StateSpec(f"{name}_floor", torch.float32, per=BLOCK) for name in MOMENT_NAMES),
+        ),
+        "adamw_moments_8bit",
+        1.8,
+    ),
+}

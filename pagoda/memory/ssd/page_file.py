@@ -1,4 +1,8 @@
-"""A preallocated file of pages on one drive."""
+"""A preallocated file of pages on one drive: how it is created or opened, and every read and write of pages on SSD.
+
+A transfer that fails raises StorageError, and is not repeated here. `Scheduler.failed` says which operations are tried
+again.
+"""
 
 import errno
 import fcntl

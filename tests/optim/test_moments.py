@@ -1,4 +1,4 @@
-"""Codecs of moments: the error of each, and what must never be hidden."""
+"""Formats of moments: the error of each, and what must never be hidden."""
 
 import pytest
 import reference
@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from pagoda.optim import AdamW, flat
-from pagoda.optim.codecs import BLOCK, CUT, Key
+from pagoda.optim.moments import BLOCK, CUT
+from pagoda.optim.rule import Key
 
 from .blocks import random_states
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 
-from pagoda.plan.tiers import LaneName
+from pagoda.plan.lanes import ALL_LANES, LaneName
 from pagoda.schedule.waits import Ended
 from pagoda.simulate.rates import Rates
-from pagoda.simulate.timeline import ALL_LANES, TimelineSpan
+from pagoda.simulate.timeline import TimelineSpan
 
 
 @dataclass(eq=False, slots=True)
