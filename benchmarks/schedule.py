@@ -76,7 +76,7 @@ class Clock:
             self.until("ready", access.unit)
             if access.phase is Phase.BACKWARD:
                 self.event("gradient", access.unit, complete=True, last=True)
-                while self.scheduler.gradients.held_back:
+                while self.scheduler.gradients.buffer_awaited:
                     self.end_one()
             self.event("release", access.unit)
         while any(isinstance(op, Offload) for op, _ in self.under_way):

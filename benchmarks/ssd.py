@@ -24,7 +24,7 @@ from torch import nn
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
-from pagoda.memory.ssd import striped
+from pagoda.memory.ssd import checked_file
 from pagoda.memory.ssd.slots import Hashes
 from script import begin, machine, write
 from step_time import PAGE, raw_streams, run_together
@@ -75,7 +75,7 @@ def without_hashes() -> Iterator[None]:
     def zeros(data: memoryview, page_bytes: int) -> Hashes:
         return np.zeros(data.nbytes // page_bytes, np.uint64)
 
-    with patch.object(striped, "hashes_of", zeros):
+    with patch.object(checked_file, "hashes_of", zeros):
         yield
 
 

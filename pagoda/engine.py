@@ -22,7 +22,7 @@ from pagoda.autograd.loss_scale import LossScaler
 from pagoda.autograd.stepper import Stepper
 from pagoda.autograd.uses import Uses
 from pagoda.errors import BudgetError, PagodaError, StorageError, UsageError
-from pagoda.interrupts import held_back, holding_back, look
+from pagoda.interrupts import holding_signals, look, without_signals
 from pagoda.memory.page import PageRun
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.shards import Shards
@@ -362,7 +362,7 @@ class Engine:
             self.accesses.agree("changing weights or other states")
             self.accesses.wait_until_idle()
             self.saver.settle()
-            with holding_back():
+            with holding_signals():
                 writes = self.store.writes
                 try:
                     yield
@@ -412,7 +412,7 @@ class Engine:
         """
         if not self.accesses.closed and self._forks == forks():
             look()
-            held_back(self._close)
+            without_signals(self._close)
 
     def _close(self) -> None:
         """Close everything. A signal can end the wait for updates."""

@@ -2,8 +2,8 @@
 
 Python runs a signal's handler on the main thread, between any two instructions, and the handler may raise: that of
 Ctrl-C raises KeyboardInterrupt. In the middle of an event of training, this would leave half of the event behind. So
-an event is run by `held_back`, and handlers of signals that come meanwhile run at its end. Where an event waits, it
-waits by `allowed`, and handlers run at once. (Databases do the same, as PostgreSQL with HOLD_INTERRUPTS.)
+an event runs by `without_signals`, and handlers of signals that come meanwhile run at its end. Where an event waits,
+it waits by `allowed`, and handlers run at once. (Databases do the same, as PostgreSQL with HOLD_INTERRUPTS.)
 """
 
 import _signal  # type: ignore[import-not-found]  # the module behind `signal`
@@ -39,7 +39,7 @@ def look() -> None:
         _raising = tuple(number for number in _CANDIDATES if callable(_get(number)))
 
 
-def held_back(work: Callable[..., _Result], *arguments: Any) -> _Result:
+def without_signals(work: Callable[..., _Result], *arguments: Any) -> _Result:
     """Run `work(*arguments)`. On the main thread, handlers of signals that come meanwhile run after it."""
     if _held is not None or threading.get_ident() != _MAIN:
         return work(*arguments)
@@ -51,8 +51,8 @@ def held_back(work: Callable[..., _Result], *arguments: Any) -> _Result:
 
 
 @contextmanager
-def holding_back() -> Iterator[None]:
-    """Inside, signals are held back as by `held_back`."""
+def holding_signals() -> Iterator[None]:
+    """Inside, signals are held back as by `without_signals`."""
     if _held is not None or threading.get_ident() != _MAIN:
         yield
         return
@@ -64,8 +64,8 @@ def holding_back() -> Iterator[None]:
 
 
 def allowed(wait: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Run `wait(*arguments)`, a part of work that is `held_back`. Handlers of signals run before it and during it, and
-    may end it by an exception."""
+    """Run `wait(*arguments)`, a part of work that runs by `without_signals`. Handlers of signals run before it
+    and during it, and may end it by an exception."""
     if _held is None or threading.get_ident() != _MAIN:
         return wait(*arguments)
     try:

@@ -241,7 +241,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "autograd/accesses.py": {
         "signals interrupt events": (
-            "held_back(self._run, looks, event, *arguments)",
+            "without_signals(self._run, looks, event, *arguments)",
             "self._run(looks, event, *arguments)",
             "runtime/test_interrupts.py",
         ),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from pagoda.errors import BudgetError, PagodaError, UsageError
-from pagoda.interrupts import allowed, held_back
+from pagoda.interrupts import allowed, without_signals
 from pagoda.parameters.unit import LiveUnit
 from pagoda.plan.lanes import LaneName
 from pagoda.plan.planner import Plan
@@ -57,7 +57,7 @@ class ComputeLock:
         """Run an event, which may be a part of another one. Not `looks`: it has happened already, so nothing may come
         before it, and `look` is not called."""
         with self.lock:
-            result: _Result = held_back(self._run, looks, event, *arguments)
+            result: _Result = without_signals(self._run, looks, event, *arguments)
             return result
 
     def _run(self, looks: bool, event: Callable[..., _Result], *arguments: Any) -> _Result:

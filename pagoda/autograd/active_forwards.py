@@ -14,7 +14,7 @@ import torch
 from pagoda.autograd.accesses import Accesses
 from pagoda.autograd.activations.packing import Packing
 from pagoda.errors import UsageError
-from pagoda.interrupts import holding_back, look
+from pagoda.interrupts import holding_signals, look
 from pagoda.parameters.unit import LiveUnit, written_in_forward
 from pagoda.plan.trace import Phase
 
@@ -113,7 +113,7 @@ class ActiveForwards:
         new, forward = {*units} - self._resident, _Forward(Phase.FORWARD)
         with self.alone():
             try:
-                with holding_back(), torch.no_grad():  # so that its accesses belong to no step
+                with holding_signals(), torch.no_grad():  # so that its accesses belong to no step
                     self._accesses.end_read()
                     self._accesses.compute_lock.run(self._open, forward, new)
                     self._resident |= new

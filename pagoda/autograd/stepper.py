@@ -117,7 +117,7 @@ class Stepper:
     def _await_buffers(self, gradient: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
         refuse = partial(self._executor.refuse_gradient, gradient.unit)
-        self.accesses.wait(lambda: self.scheduler.held_back is None, LaneName.D2H, refuse)
+        self.accesses.wait(lambda: self.scheduler.buffer_awaited is None, LaneName.D2H, refuse)
 
     def _prepare_early(self, gradient: UnitGradient) -> None:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
@@ -193,7 +193,7 @@ class Stepper:
                 raise NonFiniteGradientError(f"{error} {self._told(applied)}") from None
             if self.scaler.skips_always:
                 warnings.warn(f"A step is skipped. {error}", stacklevel=4)
-            self.accesses.tell(self.scheduler.end_step, False, True)
+            self.accesses.tell(partial(self.scheduler.end_step, skipped=True))
             self.scaler.end_step(skipped=True)
             return None
         except Exception as error:

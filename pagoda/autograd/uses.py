@@ -13,7 +13,7 @@ from pagoda.autograd.accesses import Accesses
 from pagoda.autograd.activations.packing import Packing
 from pagoda.autograd.active_forwards import ActiveForwards
 from pagoda.errors import UsageError
-from pagoda.interrupts import holding_back
+from pagoda.interrupts import holding_signals
 from pagoda.mesh.dtensors import local
 from pagoda.parameters.hidden import (
     HOME,
@@ -107,7 +107,7 @@ class Uses:
             values = unit.as_param(slot, unit.view(slot, self._accesses.read(unit, phase)))
         if not copies:
             return values
-        with holding_back(), torch.inference_mode(False), torch.no_grad():
+        with holding_signals(), torch.inference_mode(False), torch.no_grad():
             copy = values.clone()
         stack.enter_context(self._packing.copied(unit, slot, copy))
         return copy
@@ -118,7 +118,7 @@ class Uses:
         if unit.active or state.is_quantized:
             why = "its weights are quantized" if state.is_quantized else "its module's forward is running"
             raise UsageError(f"Parameter {state.name!r} cannot be written to, because {why}.")
-        with holding_back(), state.engine.settled(), torch.inference_mode(False), torch.no_grad():
+        with holding_signals(), state.engine.settled(), torch.inference_mode(False), torch.no_grad():
             stored = state.read(WEIGHT).to(unit.placeholders[slot].device)
             own: torch.Tensor = unit.as_param(slot, unit.shown(slot, stored)).data
             return own.requires_grad_(root.requires_grad)

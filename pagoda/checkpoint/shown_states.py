@@ -22,7 +22,7 @@ from pagoda.checkpoint.optimizer_states import (
 )
 from pagoda.checkpoint.state import ParameterState
 from pagoda.errors import UsageError
-from pagoda.interrupts import holding_back
+from pagoda.interrupts import holding_signals
 from pagoda.parameters.hidden import Hidden, as_plain, name_of
 
 COUNT = "step"
@@ -94,7 +94,7 @@ class ShownStates:
         if self._mapping is None and not accesses.closed:
             if not accesses.stopped and self._engine.stepper.updates_have_begun():
                 self._engine.check_between_steps()  # which tells what to do
-            with holding_back():
+            with holding_signals():
                 self._mapping = defaultdict(dict)
                 self.show()
         return defaultdict(dict) if self._mapping is None else self._mapping
@@ -144,7 +144,7 @@ class ShownStates:
 
     def read(self, state: ParameterState, key: str, _asked_by: str) -> ValuesCopy:
         """A copy of a state."""
-        with holding_back(), self._engine.settled(), torch.inference_mode(False), torch.no_grad():
+        with holding_signals(), self._engine.settled(), torch.inference_mode(False), torch.no_grad():
             value = read_value(state, key)
             return ValuesCopy(value.to(_device(state, value)), None)
 
@@ -159,7 +159,7 @@ class ShownStates:
         """Show what updates have added, and what they have counted."""
         if self._mapping is None:
             return
-        with holding_back(), torch.inference_mode(False), torch.no_grad():
+        with holding_signals(), torch.inference_mode(False), torch.no_grad():
             for state in self._members():
                 param, steps = _identity(state), state.unit.steps[state.slot]
                 if param not in self._shown and steps:

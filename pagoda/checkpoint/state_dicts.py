@@ -15,7 +15,7 @@ from pagoda.checkpoint.module_states import load_into, module_states
 from pagoda.checkpoint.state import settled, state_of, states_of, unpaged, whole_states
 from pagoda.engine import Engine
 from pagoda.errors import CheckpointError, UsageError
-from pagoda.interrupts import holding_back
+from pagoda.interrupts import holding_signals
 from pagoda.plan.layout import WEIGHT
 
 _INSTEAD = (
@@ -77,7 +77,7 @@ class WeightStateDicts:
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         params = module.named_parameters(recurse=False)
         if any(state_dict.get(prefix + name, param) is not param for name, param in params):
-            with holding_back(), self._engine.settled(), torch.inference_mode(False):
+            with holding_signals(), self._engine.settled(), torch.inference_mode(False):
                 self._fill_settled(module, state_dict, prefix)
 
     def _fill_settled(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

@@ -2,7 +2,8 @@
 
 LEASES_AHEAD = 2
 """Leases, each of the size of the largest unit, in addition to those in use at once: how far weights are fetched ahead
-of compute. Fewer if the budget is tight."""
+of compute. Fewer if the budget is tight. On a separate device, this is only what homes leave free: leases take all that
+is left of memory.device."""
 FETCH_SLOTS, FETCH_PIECE_BYTES = 4, 4 << 20
 """Number and size of the pieces in which weights go from SSD through RAM to leases, at once."""
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pagoda.interrupts import held_back
+from pagoda.interrupts import without_signals
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.waiters import Waiters
 from pagoda.schedule.operations import Operation
@@ -26,7 +26,7 @@ class Driver:
 
     An error in an event leaves half of it behind. Then the states are damaged and the driver stops: it ignores events,
     and refuses to wait. That is a fault of Pagoda or of the system. A signal such as Ctrl-C is no such error: it takes
-    effect after the event (`held_back`).
+    effect after the event (`without_signals`).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Driver:
         self._events.append((event, arguments))
         if not (self._holder == threading.get_ident() and self._lock.locked()):
             with self._lock:
-                held_back(self._process)
+                without_signals(self._process)
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """Answer a question about the scheduler, between two events."""

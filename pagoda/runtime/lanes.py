@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch.autograd import profiler
 
-from pagoda.interrupts import held_back
+from pagoda.interrupts import without_signals
 from pagoda.plan.lanes import INLINE_BYTES, LaneName
 from pagoda.process import check_not_forked, forks, start_thread
 from pagoda.runtime.device import PAST, Event
@@ -147,7 +147,8 @@ class Handle:
 
 def all_of(handles: Sequence[Handle]) -> Handle:
     """A handle that ends when all of these have ended, with the first error. It is issued when all are, unless one has
-    failed. Those that a device queues are in one queue of it, so the event of the last one is behind all."""
+    failed. All that a device queues must be in one queue: then the event of the one that was issued last is behind
+    all."""
     if len(handles) == 1:
         return handles[0]
     whole, lock, left = Handle(handles[-1].lane if handles else ""), threading.Lock(), len(handles)
@@ -245,7 +246,7 @@ class Lane:
             with self._lock:
                 self._open += 1
             if now:
-                held_back(self._do_now, work, ticket)
+                without_signals(self._do_now, work, ticket)
             else:
                 self._queue.put((work, ticket))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pagoda.errors import StorageError
-from pagoda.interrupts import holding_back
+from pagoda.interrupts import holding_signals
 from pagoda.memory.arena import copy_bytes
 from pagoda.memory.page import PageRun, pages_for
 from pagoda.memory.region import Region
@@ -248,7 +248,7 @@ class Store:
         if home is not None:
             return home[start : start + count].to("cpu", copy=True)
         out = torch.empty(count, dtype=self.dtype(unit, state))
-        with holding_back(), self._ring.one() as slot:
+        with holding_signals(), self._ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, out.dtype, start, count):
                 self.load(run, offset, window)
                 out[part] = elements
@@ -297,7 +297,7 @@ class Store:
                 target.copy_(values)
             return
         frozen = state in (WEIGHT, WEIGHT_BACK) and start >= self.plan.layout.trained_elements(self.plan.units[unit])
-        with holding_back(), self._writing, self._ring.one() as slot:
+        with holding_signals(), self._writing, self._ring.one() as slot:
             for part, offset, window, elements in self._windows(slot, self.dtype(unit, state), start, values.numel()):
                 if frozen or elements.nbytes != window.nbytes:
                     is_whole = self._load_around(run, offset, window)

@@ -193,10 +193,10 @@ class Gradients:
     @property
     def exhausted(self) -> bool:
         """Whether a gradient has no buffer, and nothing that is under way will free one."""
-        return self.held_back is not None and not self._busy
+        return self.buffer_awaited is not None and not self._busy
 
     @property
-    def held_back(self) -> tuple[type[Operation], int] | None:
+    def buffer_awaited(self) -> tuple[type[Operation], int] | None:
         """The operation that will probably free the next buffer, and its unit: a SPILL, the first UPDATE, or an OFFLOAD
         of any unit. None if no gradient that autograd has made lacks a buffer."""
         if not any(record.made for record in (*self._waiting, *self._unread)):
@@ -214,7 +214,7 @@ class Gradients:
         for record in sorted(self._waiting, key=lambda record: not record.wanted) if self._waiting else ():
             if record.transferring or (record.made and (record.in_use or record.lent)):
                 continue
-            if not self._has_buffer(record):
+            if not self._give_buffer(record):
                 if not record.wanted:
                     return  # gradients arrive in order
                 continue
@@ -227,8 +227,9 @@ class Gradients:
                 self._issue(Offload(record.unit, record, delivery))
             record.made = []
 
-    def _has_buffer(self, record: GradientRecord) -> bool:
-        """Whether a record has a buffer with current content. If not, it gets a buffer if there is room."""
+    def _give_buffer(self, record: GradientRecord) -> bool:
+        """Give a record a buffer, unless it has one. Returns whether its content is there now: False if there is no
+        room, and while a RELOAD fills it."""
         if not record.lacks_buffer:
             return True
         count = self._plan.units[record.unit].buffer_pages

@@ -33,7 +33,8 @@ from pagoda.schedule.versions import Versions
 
 MOST_PREFETCHES = 2
 """A prefetch starts only while fewer FETCHes than this run. More would delay fetches for which compute waits. How far
-ahead of compute leases are filled depends on their frames alone (`plan/buffers.py`, LEASES_AHEAD)."""
+ahead of compute leases are filled depends on their frames alone: LEASES_AHEAD (`plan/buffers.py`), or on a separate
+device, all that is left of its memory (`plan/place.py`)."""
 
 
 @dataclass(eq=False, repr=False)

@@ -21,8 +21,8 @@ class Lease:
     run: PageRun
     version: int
     filled: bool = False
-    """Whether nothing waits for the fetch: the weights have arrived, their copy is in a device's queue, or it has
-    failed."""
+    """Whether compute need not wait for the fetch: it has ended, with or without an error, or its copy is in a device's
+    queue."""
     ended_by: Any = None
     """Once the lease has ended, so that nothing new uses it: the class of the operation that frees its frames."""
     payload: Any = None
@@ -108,8 +108,8 @@ class UpdateRecord:
     runs: tuple[PageRun, ...] = ()
     """Where the update writes each state, once it runs."""
     may_move: bool = False
-    """Whether nothing refers to weights that compute reads where they are, so that their next version may be
-    elsewhere."""
+    """Whether ASK was answered that nothing refers to the weights. Only then may the next version of weights that
+    compute reads where they are be elsewhere."""
     admitted: bool = False
     """Whether the update counts toward the limit of updates under way."""
     has_read: bool = False
@@ -124,19 +124,22 @@ class UpdateRecord:
 
 @dataclass(eq=False, slots=True)
 class Weights:
-    """The versions of one unit's states, and its updates. An update passes through both rows of fields, side by side:
+    """The versions of one unit's states, and its updates.
 
-        [asking ->] [later ->] update
-        [speculative or unannounced ->] [sharing]
+    An update is in one field of each of two rows at a time, and moves to the right:
 
-    In the first row, it stays until it has written all states. In the second, until it counts as requested, and then
-    until other ranks' parts are here. One that is called off leaves early.
+        what it does:     [asking ->] [later ->] update
+        who knows of it:  [speculative or unannounced ->] [sharing]
+
+    It leaves the first row once it has written all states. In the second row, it stays until it counts as requested,
+    and then until other ranks' parts are here. An update that is called off leaves both early.
     """
 
     newest: int = 0
     """The version that the latest final update has written."""
     due: int = 0
-    """The number of steps that have requested an update, without updates that were refused."""
+    """The version that the weights have once all requested updates have ended. An update that is refused does not
+    count."""
     lag: int = 0
     """1 if accesses do not see the latest of these steps yet, which only asynchronous updates do. Otherwise 0."""
     runs: tuple[PageRun, ...] = ()

@@ -116,8 +116,8 @@ class Scheduler:
 
         `complete`: this backward has made all gradients of the unit. `last`: it is the last one before `step()` of
         those that `wrap(gradient_accumulation_steps=...)` has announced. `delivery`: what the executor knows of this
-        part of the unit's gradient of this step. Compute must wait while `held_back`. `reduced`: ranks add it up first,
-        so `reduce` follows.
+        part of the unit's gradient of this step. Compute must wait while `buffer_awaited`. `reduced`: ranks add it up
+        first, so `reduce` follows.
         """
         self.updates.call_off(unit)
         if reduced:
@@ -369,10 +369,10 @@ class Scheduler:
         return self.gradients.is_here(unit)
 
     @property
-    def held_back(self) -> tuple[type[Operation], int] | None:
+    def buffer_awaited(self) -> tuple[type[Operation], int] | None:
         """What holds compute back before it makes more gradients, because a gradient has no buffer yet: the operation
         that will probably free one, and its unit. None if compute can go on."""
-        return self.gradients.held_back
+        return self.gradients.buffer_awaited
 
     @property
     def spilling_fails(self) -> bool:

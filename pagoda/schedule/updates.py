@@ -5,7 +5,7 @@
 An update that starts before `step()` is early. It is either final, because nothing will be clipped, or speculative. It
 first asks whether anything still refers to the weights, because backward may read them again. A speculative update is
 called off if compute uses the unit again. It writes all states to other runs, so calling it off moves no bytes, and
-the old states can be read all the time. Ranks may speculate differently: a speculative update affects only what this
+compute can read the old states at once. Ranks may speculate differently: a speculative update affects only what this
 rank updates, and nothing that ranks must agree on. If each rank has all weights, SHARE follows once the update is
 confirmed.
 

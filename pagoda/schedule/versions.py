@@ -227,8 +227,8 @@ class Versions:
             self._retire(unit, 0, before)
 
     def _retire(self, unit: int, state: int, run: PageRun) -> None:
-        """A reference ends once what reads the unit now has ended. A lease of a version that is not written yet reads
-        nothing so far."""
+        """A reference ends once what reads the unit now has ended. The FETCH of a lease whose
+        version is not written yet has not begun to read."""
         newest = self.of[unit].newest
         readers = [each for each in self._readers[unit] if not (isinstance(each, Lease) and each.version > newest)]
         if readers:

@@ -219,7 +219,7 @@ class Simulation:
         scheduler, execution = self._scheduler, self._execution
         scheduler.gradient(gradient.unit, complete=True, last=gradient.last)
         execution.pump()
-        self._wait(lambda: scheduler.held_back is None)
+        self._wait(lambda: scheduler.buffer_awaited is None)
         self._let_offloads_end(self._in_flight_bytes)
 
     def _let_offloads_end(self, most: int) -> None:

@@ -13,9 +13,9 @@ from pairwise import each_once
 
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
+from pagoda.memory.ssd.checked_file import CheckedFile
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.committed import open_commit
-from pagoda.memory.ssd.striped import StripedFile
 from tests.memory.ssd_parts import (
     PAGE,
     RUN,
@@ -265,13 +265,13 @@ def test_a_store_that_grows_is_synced_before_its_record_says_so(
     record = ssd / f"pagoda-{reference['store']}" / "store.json"
     before = record.read_bytes()
     at_sync: list[tuple[int, bytes]] = []
-    real = StripedFile.sync
+    real = CheckedFile.sync
 
-    def sync(file: StripedFile) -> None:
+    def sync(file: CheckedFile) -> None:
         at_sync.append((file.slots, record.read_bytes()))
         real(file)
 
-    monkeypatch.setattr(StripedFile, "sync", sync)
+    monkeypatch.setattr(CheckedFile, "sync", sync)
     with open_tier(ssd, pages=8, spare=8) as tier:
         assert at_sync == [(16, before)]
         assert record.read_bytes() != before

@@ -87,7 +87,7 @@ def test_slices_hold_every_element_once_and_fit_their_extents(stage: int, count:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_frozen_model_has_buffers_that_are_not_empty(stage: int) -> None:
+def test_a_frozen_model_give_buffers_that_are_not_empty(stage: int) -> None:
     """`Buffers.open` takes each from memory, which gives no empty ones."""
     layout, _ = layout_of(stage, 4, frozen=10)
     assert reduce_buffers(layout).piece > 0

@@ -70,7 +70,7 @@ def test_without_ssd_a_gradient_waits_for_ever_where_no_buffer_is_complete() -> 
     for unit in (4, 3):
         make(of, unit, complete=False)
     assert make(of, 2, complete=False) == []
-    assert of.gradients.held_back
+    assert of.gradients.buffer_awaited
     assert of.idle, "so the caller knows that it waits for ever"
 
 

@@ -494,7 +494,7 @@ def test_a_gradient_waits_for_the_update_with_an_earlier_one_because_ssd_has_one
     scheduler.end_step(clipped=False)
     (waiting,) = {0, 1, 2} - {*units_of(Update, begun := end_all(scheduler, updates=False))}
     assert made(scheduler, waiting) == []
-    assert scheduler.held_back is not None
+    assert scheduler.buffer_awaited is not None
     scheduler.drop_gradients()  # as after an interrupt of this wait
     assert made(scheduler, waiting) == []
     for update in begun:

@@ -117,11 +117,11 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            self.graphs.offloader.settle()\n",
         ),
         "a signal tears a write": (
-            "            with holding_back():\n                writes = ",
+            "            with holding_signals():\n                writes = ",
             "            with nullcontext():\n                writes = ",
         ),
         "a signal tears a close": (
-            "            held_back(self._close)",
+            "            without_signals(self._close)",
             "            self._close()",
         ),
         "updates fail for good after a load": (

@@ -433,8 +433,8 @@ class _Interrupts:
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
 
-    def held_back(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        with self.holding_back():
+    def without_signals(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        with self.holding_signals():
             return work(*arguments)
 
     def allowed(self, wait: Callable[..., Any], *arguments: Any) -> Any:
@@ -445,7 +445,7 @@ class _Interrupts:
             return result
 
     @contextmanager
-    def holding_back(self) -> Iterator[None]:
+    def holding_signals(self) -> Iterator[None]:
         with self._holding_back(True):
             yield
         self._threads.signal()
@@ -462,7 +462,7 @@ class _Interrupts:
 
 _IN_TURNS = ("pagoda.runtime", "pagoda.memory", "pagoda.ranks", "pagoda.checkpoint", "pagoda.optimizer")
 """The modules whose threads, locks and queues take turns."""
-_INTERRUPTS = ("held_back", "holding_back", "allowed")
+_INTERRUPTS = ("without_signals", "holding_signals", "allowed")
 
 
 @contextmanager

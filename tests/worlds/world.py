@@ -31,7 +31,7 @@ from torch import nn
 
 from pagoda import api, engine
 from pagoda.autograd.activations import places as activation_places
-from pagoda.memory.ssd import store as ssd_store, striped
+from pagoda.memory.ssd import checked_file, store as ssd_store
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
 from pagoda.plan import place
@@ -181,7 +181,7 @@ class World:
 
         places: list[tuple[Any, str, Any]] = [
             (ssd_store, "PageFile", self.drive.file),
-            (striped, "PageFile", self.drive.file),
+            (checked_file, "PageFile", self.drive.file),
             (construct, "ThreadPoolExecutor", AtOnce),
             (moving, "ThreadPoolExecutor", AtOnce),
             (construct, "lookups_in", self._lookups),

@@ -10,7 +10,7 @@ import torch
 from pagoda.autograd.activations.places import Pieces, Place
 from pagoda.autograd.activations.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
 from pagoda.errors import BudgetError, UsageError
-from pagoda.interrupts import allowed, held_back
+from pagoda.interrupts import allowed, without_signals
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import OFFLOAD_LANES
@@ -32,7 +32,7 @@ class Graph:
         """Backward uses the graph."""
         if not self.in_backward:
             self.in_backward = True
-            held_back(self.activations.begin_backward)
+            without_signals(self.activations.begin_backward)
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +99,7 @@ class Offloader:
     def offload(self, tensor: torch.Tensor, storage: SavedStorage, graph: Graph) -> OffloadedStorage | None:
         """Start to offload the storage of a tensor, which `graph` saves, if it is not offloaded yet. Returns None if it
         has to stay."""
-        return held_back(self._offload, tensor, storage, graph.activations)
+        return without_signals(self._offload, tensor, storage, graph.activations)
 
     def _offload(
         self, tensor: torch.Tensor, storage: SavedStorage, graph: GraphActivations[Handle]
@@ -125,7 +125,7 @@ class Offloader:
     def write_free(self) -> None:
         """Start to write the storages that only graphs hold now. Before that, someone could still write to them where
         autograd does not see it, through `.data`."""
-        held_back(self._write_free)
+        without_signals(self._write_free)
 
     def _write_free(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -146,7 +146,7 @@ class Offloader:
 
     def bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
         """The storage, in the memory of compute."""
-        return held_back(self._bring_back, offloaded)
+        return without_signals(self._bring_back, offloaded)
 
     def _bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
         self._take_back()
@@ -158,7 +158,7 @@ class Offloader:
 
     def settle(self) -> None:
         """Wait until all outgoing transfers have ended, and free pages. Raises their errors."""
-        held_back(self._settle)
+        without_signals(self._settle)
 
     def _settle(self) -> None:
         self._write_free()

@@ -26,7 +26,7 @@ from pagoda.autograd.activations.saved import (
     unchanged,
 )
 from pagoda.errors import UsageError
-from pagoda.interrupts import holding_back
+from pagoda.interrupts import holding_signals
 from pagoda.mesh.dtensors import DTensorForm, local
 from pagoda.parameters.hidden import hidden_class, unseen
 from pagoda.parameters.unit import LiveUnit, ShownParameter
@@ -88,7 +88,7 @@ class ComputedReference:
 
     def unpack(self) -> torch.Tensor:
         """Compute the tensor again."""
-        with holding_back(), torch.no_grad():
+        with holding_signals(), torch.no_grad():
             return self._view.of(self._function(*(packed() for packed in self._inputs)))
 
 

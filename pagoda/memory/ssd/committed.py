@@ -7,9 +7,9 @@ from typing import Any
 from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.page import PageRun
+from pagoda.memory.ssd.checked_file import open_pages
 from pagoda.memory.ssd.commits import Commit, Reference, table_hash
 from pagoda.memory.ssd.record import StoreRecord, locate
-from pagoda.memory.ssd.striped import open_pages
 
 
 class CommittedPages:

@@ -1,6 +1,6 @@
 """The hashes of pages: XXH3-64 of many pages in one call that runs without the GIL.
 
-`StripedFile` takes the hash of each page that it writes, and compares it when it reads the page.
+`CheckedFile` takes the hash of each page that it writes, and compares it when it reads the page.
 
 The xxhash package needs one call per page, and each call releases the GIL and waits for it again. With other busy
 threads, that took a tenth of a millisecond, as long as hashing 1 MiB, and a transfer of 4 MiB may have 32 pages. So a

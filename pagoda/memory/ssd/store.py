@@ -15,6 +15,7 @@ from pathlib import Path
 from pagoda.errors import BudgetError, ConfigError, StorageError
 from pagoda.memory.files import SyncError, sync_directory
 from pagoda.memory.sizes import format_bytes
+from pagoda.memory.ssd.checked_file import CheckedFile, open_pages, portion_of
 from pagoda.memory.ssd.commits import Commit, Reference, table_hash
 from pagoda.memory.ssd.lock import lock_directories
 from pagoda.memory.ssd.orphans import gc_hint, why_abandoned
@@ -31,7 +32,6 @@ from pagoda.memory.ssd.record import (
     unknown_in,
 )
 from pagoda.memory.ssd.slots import PageTable, slots_of
-from pagoda.memory.ssd.striped import StripedFile, open_pages, portion_of
 
 _log = logging.getLogger("pagoda")
 
@@ -57,7 +57,7 @@ class PageStore:
 
     record: StoreRecord
     """Identity and geometry."""
-    file: StripedFile
+    file: CheckedFile
     """The slots."""
 
     def __init__(self, directories: Mapping[Path, int | None], pages: int, page_bytes: int, spare: int) -> None:
@@ -156,7 +156,7 @@ class PageStore:
             for stripe, (directory, pages) in enumerate(zip(directories, portion, strict=True))
         )
         try:
-            self.file = StripedFile(files, self.record.portions)
+            self.file = CheckedFile(files, self.record.portions)
         except BaseException:
             self.record.remove()
             raise

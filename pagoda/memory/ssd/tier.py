@@ -26,7 +26,7 @@ from pagoda.memory.ssd.store import PageStore
 _log = logging.getLogger("pagoda")
 
 _LOOK_AGAIN_S = 0.5
-"""Seconds after which a store that waits for free slots checks again whether any will become free."""
+"""Seconds after which a write that waits for free slots checks again whether any will become free."""
 
 _live: "weakref.WeakValueDictionary[str, SSDTier]" = weakref.WeakValueDictionary()
 """store id -> the tier that has it open in this process."""
@@ -35,11 +35,11 @@ _live: "weakref.WeakValueDictionary[str, SSDTier]" = weakref.WeakValueDictionary
 class SSDTier:
     """Pages on one or several drives, written out of place and verified.
 
-    The slot table decides where a page is stored. A store to a page to which nothing else refers overwrites its slot. A
-    store to a page that another run, a snapshot or a commit keeps goes to a free slot. The `spare` slots make that
+    The slot table decides where a page is stored. A write of a page to which nothing else refers overwrites its slot. A
+    write of a page that another run, a snapshot or a commit keeps goes to a free slot. The `spare` slots make that
     possible: a commit of all pages takes at most as many slots as pages have changed since.
 
-    Every store hashes each page, and every load compares (`StripedFile`). Pages that were never stored read as zeros.
+    Every store hashes each page, and every load compares (`CheckedFile`). Pages that were never stored read as zeros.
     Each load or store is atomic with respect to others that touch its pages, and to `PageSnapshot.add`.
 
     The directories are locked from the constructor to `close`. Pages of commits that `PageStore` finds there can be
@@ -84,8 +84,8 @@ class SSDTier:
             return frozenset(self._commits)
 
     def room_beside(self, gone: Collection[str], unchanging: Iterable[PageRun] = ()) -> int:
-        """Slots in addition to those of all pages and of the present commits, not counting the commits `gone`. Commits
-        share the slots of pages that will not change.
+        """Slots that neither a page nor a commit has, once the commits `gone` are deleted. Pages of `unchanging` runs
+        share their slots with commits.
 
         Raises StorageError and BudgetError if other runs keep so much that the store has to grow and cannot.
         """

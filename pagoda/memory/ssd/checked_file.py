@@ -13,7 +13,7 @@ from pagoda.memory.ssd.record import PAGES, StoreRecord
 from pagoda.memory.ssd.slots import UNWRITTEN, Hashes, PageTable, Slots, stretches
 
 
-class StripedFile:
+class CheckedFile:
     """Slots [0, slots) in the page files of several drives. Adjacent slots are on different drives.
 
     Slots were laid out in `portions`, each a number of slots on every drive: round robin, without the drives whose
@@ -127,11 +127,11 @@ def portion_of(slots: int, limits: Sequence[int | None]) -> tuple[int, ...] | No
     return tuple(counts)
 
 
-def open_pages(store: StoreRecord, read_only: bool = False) -> StripedFile:
+def open_pages(store: StoreRecord, read_only: bool = False) -> CheckedFile:
     """The slots of a store on disk. Raises StorageError if a page file is missing or shorter than the record says."""
     stripes = zip(store.directories, store.pages_of_files, store.folders, strict=True)
     files = (
         PageFile(directory, pages, store.page_bytes, existing=folder / PAGES, read_only=read_only)
         for directory, pages, folder in stripes
     )
-    return StripedFile(files, store.portions)
+    return CheckedFile(files, store.portions)
