@@ -233,7 +233,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that were passed to `wrap(reserve=...)`. They are updated from their next gradient on.
 
-        Raises UsageError for other parameters, because only `wrap` allocates optimizer state.
+        Raises UsageError for other parameters (only `wrap` allocates states), ConfigError for unusable settings.
         """
         if not hasattr(self, "_hooks"):  # torch's constructor adds the groups that `wrap` was given
             super().add_param_group(param_group)
@@ -251,6 +251,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 raise UsageError(f"{state.name!r} has no room for optimizer state: pass it to wrap(reserve=...) first.")
             if state.slot in state.unit.grouped:
                 raise UsageError(f"{state.name!r} is in a param group already.")
+        self._engine.rule.with_group({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": params})
         self._engine.groups.mark()
 

@@ -13,14 +13,14 @@ import trl
 
 from pagoda.config.commands import ReferringConfig, ScriptConfig
 from pagoda.config.memory import FIRST_SHARE, Memory
+from pagoda.config.reading import check_split
 from pagoda.config.run import StatesConfig
-from pagoda.errors import ConfigError, PagodaError, unknown_name
+from pagoda.errors import ConfigError, PagodaError, reading, unknown_name
 from pagoda.integrations.paging import Paging
 from pagoda.integrations.transformers import PagedTrainerMixin
 from pagoda.memory.files import storage_errors
 from pagoda.optim.named import rule_from
 from pagoda.optim.rule import Rule
-from pagoda.train.sources import check_split, reading
 
 _PART = 4
 """The reference model has a quarter of the memory: its weights, next to weights and two moments, all in fp32."""

@@ -70,6 +70,7 @@ class AdamW(Adam):
         super().__post_init__()
         known = get_args(Moments)
         self._require("moments", self.moments in known, f"one of {', '.join(known)}")
+        self._require("seed", type(self.seed) is int, "a whole number")
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """Both moments, as values or codes, then their floors, in the order of the kernels' arguments."""

@@ -9,15 +9,15 @@ import glob
 import json
 import os
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pagoda.config.reading import DataSettings
-from pagoda.errors import ConfigError, check_installed, needed
+from pagoda.config.reading import DataSettings, check_split
+from pagoda.errors import ConfigError, check_installed, needed, reading
 from pagoda.models.hub import is_hub_name
 from pagoda.train.records import Document, are_messages, read_row
 from pagoda.train.seen import Seen
@@ -246,27 +246,6 @@ def _of_split(folder: Path, files: list[Path], settings: DataSettings, split: st
     splits = {str(split): {*paths} for split, paths in _builder(str(root), settings).config.data_files.items()}
     check_split(str(folder), split, splits)
     return [file for file in files if str(root / file.relative_to(folder)) in splits[split]]
-
-
-def check_split(name: str, split: str, splits: Collection[str]) -> None:
-    """Raises ConfigError if a data set has no split of this name."""
-    if split not in splits:
-        raise ConfigError(
-            f"data {name!r} has no split {split!r}, only {', '.join(splits)}: name one, with "
-            "--dataset-train-split or --dataset-test-split"
-        )
-
-
-@contextmanager
-def reading(what: object) -> Iterator[None]:
-    """Raises every error of what is read as a ConfigError: datasets and the packages under it have many kinds."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ConfigError(f"{what} cannot be read: {reason[0]}") from error
 
 
 def _below(folder: Path) -> Iterator[Path]:
