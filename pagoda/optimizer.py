@@ -352,11 +352,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
 
         The write is atomic: `directory` appears complete or not at all. The RAM it takes does not depend on the size of
-        the model. `extra` must be convertible to JSON. `load_checkpoint` returns it.
+        the model. `load_checkpoint` returns `extra`, with what JSON has: text, numbers, booleans, None, lists, dicts.
 
-        Raises UsageError between backward and `step()` if units are updated during backward (with
-        `gradient_accumulation_steps` and without clipping), because some units have this step's update and others do
-        not.
+        Raises ConfigError for anything else in `extra`, and UsageError between backward and `step()` if units are
+        updated during backward (with `gradient_accumulation_steps` and without clipping), because some units have this
+        step's update and others do not.
 
         With `wait=False` it returns at once. Training continues while the current state is written, and the next
         `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()` raises an error of the write. With

@@ -387,12 +387,12 @@ class Hyper:
 def plain_setting(value: Any, like: Any) -> Any:
     """A group's setting in the rule's types: one-element tensors become numbers, lists become tuples, and numbers
     become floats if ``like``, the rule's own value, is a float."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, list | tuple):
         return tuple(plain_setting(each, like[0] if isinstance(like, tuple) and like else None) for each in value)
     if isinstance(like, float):
-        with suppress(TypeError, ValueError):  # else the rule refuses the value, by the setting's name
+        with suppress(TypeError, ValueError, RuntimeError):  # else the rule refuses the value, by the setting's name
             return float(value)
     return value
 

@@ -1,8 +1,8 @@
 """Decides which tier is home to each state of each unit, from everything in RAM to everything on SSD."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NoReturn
 
 from pagoda.errors import BudgetError
@@ -63,25 +63,24 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
     """
     page, split, by_state = layout.page_bytes, options.split or DEFAULT_SPLIT, None
     in_pages = (None if nbytes is None else nbytes // page for nbytes in (budgets.device, budgets.ssd))
-    budgets = Budgets(budgets.host // page, *in_pages)
+    placer = partial(_Placer, layout, Budgets(budgets.host // page, *in_pages), budgets, options)
     if layout.shares_experts:  # while two wait for their turn to be added up, others come before them
         staging_buffers = max(staging_buffers, 3)
     if split.device_update_share and split.device_home_share and budgets.device is not None:
-        by_state = _place_by_state(layout, budgets, options, staging_buffers)
-    return by_state or _Placer(layout, budgets, options, staging_buffers).place()
+        by_state = _place_by_state(partial(placer, staging_buffers, by_state=True), layout, options)
+    return by_state or placer(staging_buffers).place()
 
 
-def _place_by_state(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int) -> Placement | None:
+def _place_by_state(make: Callable[..., "_Placer"], layout: Layout, options: Options) -> Placement | None:
     """The placement in which the device is home to what moves most of the units that it updates. None if RAM does not
-    hold the rest. The device has room for other versions of weights only where RAM has room for the other states.
-    `budgets` are in pages."""
+    hold the rest. The device has room for other versions of weights only where RAM has room for the other states."""
     trained = [unit for unit in layout.units if unit.trainable_numel]
     split, speculated = options.split or DEFAULT_SPLIT, frozenset[int]()
     if options.may_speculate:
         updated = on_device(trained, split.device_update_share)
         speculated = on_device([unit for unit in trained if unit.index in updated], SPECULATED_SHARE)
     while True:
-        placer = _Placer(layout, budgets, options, staging_buffers, by_state=True, two_versions=speculated)
+        placer = make(two_versions=speculated)
         if placer.needed_in_memory() <= placer.host:
             placement = placer.place()
             if placer.device_homes.second_weights.keys() <= placement.speculated:
@@ -108,10 +107,12 @@ class _InRam:
 
 @dataclass(frozen=True)
 class _Placer:
-    """Makes one placement, as `place` says. All sizes are in pages, and so are the budgets."""
+    """Makes one placement, as `place` says. All sizes are in pages, except `given`."""
 
     layout: Layout
     budgets: Budgets
+    given: Budgets
+    """The budgets in bytes, for messages."""
     options: Options
     staging_buffers: int
     by_state: bool = False
@@ -209,7 +210,7 @@ class _Placer:
             grads_in = self.all if staging == grads else frozenset()
             return _InRam(self.all, grads_in, self.all, staging)
         if self.budgets.ssd is None:
-            self._refuse(HOST, needed, self.host, "memory.host, or add memory.ssd='DIR'")
+            self._refuse(HOST, needed, "memory.host, or add memory.ssd='DIR'")
         weights_in, leases, left = self._divided_weights(needed)
         grads_in, staging = self._divided_grads(left)
         left -= staging + sum(self.grad[unit] for unit in grads_in)
@@ -251,7 +252,7 @@ class _Placer:
             if not leased_anyway:
                 needed = min(needed, taken + weights, everything)
             raised = ", or raise memory.embedding_limit" * (used > 0 and self.options.embedding_limit is not None)
-            self._refuse(HOST, needed, self.host, f"memory.host{self._or_smaller_units}{raised}")
+            self._refuse(HOST, needed, f"memory.host{self._or_smaller_units}{raised}")
         leases = min(leases, left - used)
         kept = first_that_fit(self.weight, left - leases)
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + least_staging
@@ -376,7 +377,7 @@ class _Placer:
         fit. Frozen weights do not change. Refuses a budget that is too small for these and the lines of SSD."""
         needed, available, units = sum(ssd.values()), self.budgets.ssd or 0, self.layout.units
         if needed > available:
-            self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
+            self._refuse(SSD, needed, "memory.ssd='DIR:SIZE'")
         on_ssd = [(units[unit], state) for (unit, state), home in homes.items() if home == SSD and state in ssd]
         changing = needed - ssd.get(GRAD, 0) - sum(self.layout.frozen_pages(*extent) for extent in on_ssd)
         if self.options.keep_checkpoints is None:
@@ -384,7 +385,7 @@ class _Placer:
         spare = self.options.keep_checkpoints * changing
         if needed + spare > available:
             setting = "memory.ssd='DIR:SIZE', or lower memory.ssd_checkpoints (--save-total-limit; 0: copy)"
-            self._refuse(SSD, needed + spare, available, setting)
+            self._refuse(SSD, needed + spare, setting)
         return spare
 
     # --- a device of its own ------------------------------------------------------------------------------
@@ -409,7 +410,7 @@ class _Placer:
         if leases < least:
             setting = f"memory.device{self._or_smaller_units}"
             setting += ", or lower split.device_update_share" * (self.update_ring > 0)
-            self._refuse(DEVICE, least + beside, leases + beside, setting)
+            self._refuse(DEVICE, least + beside, setting)
         lines[LEASES] = leases
         return with_pages(lines)
 
@@ -425,20 +426,19 @@ class _Placer:
         by itself."""
         return ", or lower memory.unit_limit" * (self.options.unit_limit is not None)
 
-    def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
+    def _refuse(self, tier: str, needed: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes
         if tier == HOST:
-            reserved = sum(self.fixed.values())
-            needed, available = needed + reserved, available + reserved
+            needed += sum(self.fixed.values())
             if self.options.asynchronous:
                 grads = format_bytes(self.fixed.get(GRAD, 0) * page)
                 setting += f", or set update='sync': async keeps the gradients of 2 steps in RAM, {grads} each"
+        needed, has = needed * page, getattr(self.given, tier) or 0
         raise BudgetError(
-            f"The training state does not fit: {tier} needs at least {format_at_least(needed * page)} and has "
-            f"{format_bytes(available * page)}, {format_at_least((needed - available) * page)} short. "
-            f"Raise {setting}.",
+            f"The training state does not fit: {tier} needs at least {format_at_least(needed)} and has "
+            f"{format_bytes(has)}, {format_at_least(needed - has)} short. Raise {setting}.",
             tier=tier,
-            needed_bytes=needed * page,
+            needed_bytes=needed,
         )
 
 

@@ -20,6 +20,7 @@ from zoo import ARENA_ALL_ON_SSD, PAGE, UNIT_LIMIT, assert_equal, squeeze
 import pagoda
 from pagoda.autograd.accesses import Accesses
 from pagoda.errors import StorageError
+from pagoda.memory.sizes import format_bytes, parse_bytes
 from pagoda.parameters.hidden import Hidden
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.lanes import Lane
@@ -470,17 +471,21 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
         ({"host": "64KiB", "ssd": "DIR:1GiB"}, "host"),
         ({"host": "2MiB", "ssd": "DIR:1MiB"}, "ssd"),
         ({"host": "64MiB", "device": "cpu:64KiB"}, "device"),
+        ({"host": "4000"}, "host"),
+        ({"host": "64MiB", "device": "cpu:65KB"}, "device"),
     ],
-    ids=["host", "host-with-ssd", "ssd", "device"],
+    ids=["host", "host-with-ssd", "ssd", "device", "below-a-page", "part-of-a-page"],
 )
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(
     settings: dict[str, str], tier: str, tmp_path: Path
 ) -> None:
-    """The refusal names tier, shortfall and setting, leaves the model as it was, and what it asks for is enough."""
+    """The refusal names tier, budget, shortfall and setting, and leaves the model as it was. What it asks for is enough."""
     model = fresh()
     fixed = {"page_size": PAGE, "unit_limit": UNIT_LIMIT}
     settings = {name: value.replace("DIR", str(tmp_path)) for name, value in settings.items()}
-    with pytest.raises(pagoda.BudgetError, match=rf"{tier} needs at least .* short.*memory\.{tier}") as refused:
+    size = parse_bytes(settings[tier].removeprefix("cpu:").removeprefix(f"{tmp_path}:"))
+    wanted = rf"{tier} needs at least .* and has {format_bytes(size)}, .* short.*memory\.{tier}"
+    with pytest.raises(pagoda.BudgetError, match=wanted) as refused:
         pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(**settings, **fixed), precision="bf16")
     assert refused.value.tier == tier
     assert list(tmp_path.iterdir()) == []
