@@ -479,7 +479,7 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(
     settings: dict[str, str], tier: str, tmp_path: Path
 ) -> None:
-    """The refusal names tier, budget, shortfall and setting, and leaves the model as it was. What it asks for is enough."""
+    """It names tier, budget, shortfall and setting, and leaves the model as it was. What it asks for is enough."""
     model = fresh()
     fixed = {"page_size": PAGE, "unit_limit": UNIT_LIMIT}
     settings = {name: value.replace("DIR", str(tmp_path)) for name, value in settings.items()}
