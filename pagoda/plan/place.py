@@ -130,7 +130,7 @@ class _Placer:
         passing = any(home != DEVICE for (unit, _), home in homes.items() if unit in on_device)
         if not passing and not layout.weight.copied:
             device.pop(UPDATE_RING, None)
-        host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
+        host, ssd = self._home_lines(homes, kept)
         if kept.grads != self.all:
             host[STAGING] = kept.staging
         gathered = layout.sharing_pages if kept.weights != self.all else 0
@@ -192,11 +192,13 @@ class _Placer:
 
     def _by_unit(self, *states: str) -> dict[int, int]:
         """unit -> pages of some states, without those that live on the device."""
-        layout, at_home = self.layout, self.device_homes.at_home
-        return {
-            unit.index: sum(layout.pages(unit, state) for state in states if (unit.index, state) not in at_home)
-            for unit in layout.units
-        }
+        layout, homes = self.layout, self.device_homes
+        whole = {unit.index: sum(layout.pages(unit, state) for state in states) for unit in layout.sizes}
+        pages = {index: whole[first] for index, first in enumerate(layout.alike)}
+        for index in homes.units:
+            unit = layout.units[index]
+            pages[index] = sum(layout.pages(unit, state) for state in states if (index, state) not in homes.at_home)
+        return pages
 
     # --- host RAM -----------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class _Placer:
             lines[GRAD] = lines[GRAD_QUEUE] = sum(self._by_unit(GRAD).values())
         if self.budgets.device is not None:
             buffers, elements = layout.bounce
-            widest = max(map(layout.offloaded_itemsize, layout.units))
+            widest = max(map(layout.offloaded_itemsize, layout.sizes))
             lines[BOUNCE] = buffers * pages_for(elements * widest, layout.page_bytes)
         else:
             lines[COLLECTIVE_BUFFERS] = reduce_buffers(layout).pages
@@ -300,23 +302,24 @@ class _Placer:
         elif self.budgets.ssd is None:  # there is nowhere to spill to
             in_ram[GRAD] = self.all
         in_ram |= {state.name: self.all for state in self.layout.small}
-        return {
-            (unit, state): DEVICE if (unit, state) in self.device_homes.at_home else HOST if unit in units else SSD
-            for unit in sorted(self.all)
+        homes = {
+            (unit.index, state): HOST if unit.index in units else SSD
+            for unit in self.layout.units
             for state, units in in_ram.items()
-            if self.layout.has(self.layout.units[unit], state)
+            if self.layout.has(unit, state)
         }
+        return homes | dict.fromkeys(self.device_homes.at_home & homes.keys(), DEVICE)
 
-    def _home_lines(self, tier: str, homes: Mapping[tuple[int, str], str], kept: _InRam) -> dict[str, int]:
-        """State -> pages of a tier that is its home, without fixed lines and buffers."""
+    def _home_lines(self, homes: Mapping[tuple[int, str], str], kept: _InRam) -> tuple[dict[str, int], dict[str, int]]:
+        """State -> pages of which RAM is the home, and of which SSD is, without fixed lines and buffers."""
         elsewhere = {state.name for state in self.layout.small}
         if self.options.asynchronous or (self.budgets.ssd is None and kept.grads != self.all):
             elsewhere.add(GRAD)
-        lines: dict[str, int] = {}
+        lines: dict[str, dict[str, int]] = {HOST: {}, SSD: {}}
         for (unit, state), home in homes.items():
-            if home == tier and state not in elsewhere:
-                lines[state] = lines.get(state, 0) + self.layout.pages(self.layout.units[unit], state)
-        return lines
+            if home != DEVICE and state not in elsewhere:
+                lines[home][state] = lines[home].get(state, 0) + self.layout.pages(self.layout.units[unit], state)
+        return lines[HOST], lines[SSD]
 
     def _slot(self, weights_on_ssd: bool) -> int:
         """Pages of a block of the states that stream through RAM."""
@@ -400,7 +403,7 @@ class _Placer:
         total = sum(map(layout.lease_of, leased))
         lines = {COLLECTIVE_BUFFERS: reduce_buffers(layout).pages, UPDATE_RING: self.update_ring}
         beside = sum(lines.values()) + sum(self.device_homes.second_weights.values())
-        for unit in layout.units:
+        for unit in (layout.units[index] for index in sorted(self.device_homes.units)):
             states = self.device_homes.states(unit)
             beside += self.device_homes.most(unit, states)
             for line, pages in self.device_homes.lines(unit, states).items():
@@ -418,7 +421,7 @@ class _Placer:
         """Units with states on the device, and the requested share of all."""
         trained = (unit for unit in self.layout.units if unit.trainable_numel)
         share = (self.options.split or DEFAULT_SPLIT).device_update_share if self.update_ring else 0.0
-        return frozenset(unit for unit, _ in self.device_homes.at_home) | on_device(trained, share)
+        return self.device_homes.units | on_device(trained, share)
 
     @property
     def _or_smaller_units(self) -> str:
