@@ -1,7 +1,8 @@
 """The errors that Pagoda raises on purpose. A message says what was asked, what there is, and what to change."""
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -68,6 +69,18 @@ def check_installed(module: str, refusal: str) -> None:
         found = None
     if found is None:
         raise ConfigError(refusal)
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raises every error of what is read as a ConfigError: datasets and the packages under it have many kinds."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ConfigError(f"{what} cannot be read: {reason[0]}") from error
 
 
 def unknown_name(name: str, known: Collection[str], refusal: str, offer: str) -> ConfigError:

@@ -233,7 +233,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that were passed to `wrap(reserve=...)`. They are updated from their next gradient on.
 
-        Raises UsageError for other parameters, because only `wrap` allocates optimizer state.
+        Raises UsageError for other parameters (only `wrap` allocates states), ConfigError for unusable settings.
         """
         if not hasattr(self, "_hooks"):  # torch's constructor adds the groups that `wrap` was given
             super().add_param_group(param_group)
@@ -251,6 +251,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 raise UsageError(f"{state.name!r} has no room for optimizer state: pass it to wrap(reserve=...) first.")
             if state.slot in state.unit.grouped:
                 raise UsageError(f"{state.name!r} is in a param group already.")
+        self._engine.rule.with_group({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": params})
         self._engine.groups.mark()
 
@@ -351,11 +352,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
 
         The write is atomic: `directory` appears complete or not at all. The RAM it takes does not depend on the size of
-        the model. `extra` must be convertible to JSON. `load_checkpoint` returns it.
+        the model. `load_checkpoint` returns `extra`, with what JSON has: text, numbers, booleans, None, lists, dicts.
 
-        Raises UsageError between backward and `step()` if units are updated during backward (with
-        `gradient_accumulation_steps` and without clipping), because some units have this step's update and others do
-        not.
+        Raises ConfigError for anything else in `extra`, and UsageError between backward and `step()` if units are
+        updated during backward (with `gradient_accumulation_steps` and without clipping), because some units have this
+        step's update and others do not.
 
         With `wait=False` it returns at once. Training continues while the current state is written, and the next
         `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()` raises an error of the write. With

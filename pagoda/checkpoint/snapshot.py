@@ -32,8 +32,9 @@ from pagoda.checkpoint.state import (
     unpaged,
 )
 from pagoda.checkpoint.tensors import TensorSpec, chunks
+from pagoda.config.settings import require
 from pagoda.engine import Engine
-from pagoda.errors import CheckpointError
+from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import MANIFEST, finished, new_checkpoint_id
 from pagoda.memory.page import PageRun
@@ -107,6 +108,10 @@ class Snapshot:
             "model": model_record(self._model),
             "extra": extra,
         }
+        require(isinstance(extra, dict), "extra", extra, "a dictionary")
+        _check_json("extra", extra)
+        for number, group in enumerate(content["param_groups"]):
+            _check_json(f"param_groups[{number}]", group)
         if contents.late:
             content[LATE] = contents.late
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
@@ -448,6 +453,18 @@ def _steps(parameter: ParameterState, checkpoint: SavedCheckpoint) -> int:
             "tile_limit and the ranks of the run that saved it."
         )
     return numbers.pop()
+
+
+def _check_json(name: str, values: dict[str, Any]) -> None:
+    """Raises ConfigError for the first of the values that JSON cannot store."""
+    for key, value in values.items():
+        try:
+            json.dumps({key: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{name}[{key!r}] cannot be saved: {error}. Give text, numbers, booleans, None, lists and dictionaries "
+                "of these, such as TENSOR.tolist()."
+            ) from error
 
 
 @contextmanager

@@ -38,19 +38,18 @@ def run(config: PlanConfig, console: Console) -> int:
         from pagoda.forecast.pipeline import forecast_pipeline
         from pagoda.forecast.record import as_lines
         from pagoda.forecast.report import as_json, pipeline_table, show
-        from pagoda.forecast.step_size import with_step_size
-        from pagoda.models.build import check_positions, planned_name
-        from pagoda.models.papers import PAPER_SHAPES
+        from pagoda.forecast.step_size import with_length, with_step_size
+        from pagoda.models.build import planned_name
 
     if config.model is not None:
         name = planned_name(config.model)
         check_named(name)
         config = replace(config, model=name)
-        if name not in PAPER_SHAPES:
-            check_positions(name, config.max_length)
+    config, length = with_length(config)
     if not measured:
         _measure_here(config)
     config, chosen = with_precision(config, hardware_named(config.hardware))
+    chosen = (*length, *chosen)
     if config.max_model:
         machine, config = (
             find_machine_for(config),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from pagoda.config.settings import Settings, require, require_count
+from pagoda.config.settings import Settings, is_finite, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import directory_and_size, parse_bytes
@@ -42,7 +42,9 @@ class Split:
     def __post_init__(self) -> None:
         for name in ("device_update_share", "device_home_share"):
             share = getattr(self, name)
-            require(share is None or 0 <= share <= 1, f"split.{name}", share, "from 0 to 1")
+            in_range = is_finite(share) and 0 <= share <= 1
+            open_ = share is None and name == "device_home_share"
+            require(in_range or open_, f"split.{name}", share, "from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,9 @@ class Memory(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        several = "the path of a directory, or text with commas between several"
+        require(isinstance(self.ssd, str | Path | None), "memory.ssd", self.ssd, several)
+        require(isinstance(self.split, Split | None), "memory.split", self.split, "a pagoda.Split")
         _ = self.host_bytes, self.device_bytes, self.activation_bytes, self.unit_bytes, self.ssd_directories
         _ = self.embedding_bytes
         page = self.page_bytes
@@ -134,7 +139,7 @@ class Memory(Settings):
     def device_bytes(self) -> int | None:
         if self.device is None:
             return None
-        size = self.device.removeprefix("cpu:")
+        size = self.device.removeprefix("cpu:") if isinstance(self.device, str) else ""
         if not size[:1].isdigit():
             raise ConfigError(
                 f"memory.device is {self.device!r}; give SIZE, such as '20GiB' of a GPU's memory, or 'cpu:SIZE' "

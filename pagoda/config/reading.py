@@ -1,10 +1,12 @@
 """How data are read, and cut into sequences: the settings that `pagoda train` and `pagoda data` have in common."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from pagoda.config.settings import Settings, require, require_count
+from pagoda.errors import ConfigError
 
 Data: TypeAlias = str | tuple[str, ...]
 """A name of data, or several, whose documents follow one another."""
@@ -57,3 +59,12 @@ class Reading(DataSettings):
         super().__post_init__()
         require_count("max_length", self.max_length, 0)
         require(self.max_length != 1, "max_length", self.max_length, "at least 2 (a token and the next)")
+
+
+def check_split(name: str, split: str, splits: Collection[str]) -> None:
+    """Raises ConfigError if a data set has no split of this name."""
+    if split not in splits:
+        raise ConfigError(
+            f"data {name!r} has no split {split!r}, only {', '.join(splits)}: name one, with "
+            "--dataset-train-split or --dataset-test-split"
+        )

@@ -36,6 +36,10 @@ class StatesConfig(Settings):
     stochastically rounded. These two change the algorithm."""
 
 
+USUAL_LENGTH = 1024
+"""Tokens of a sequence if nothing else is asked for, as far as the model has positions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload(Settings):
     """What one forward pass computes."""

@@ -1,5 +1,6 @@
 """The base class of all settings, and helpers that check values."""
 
+import math
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -35,6 +36,21 @@ def require(holds: bool, name: str, value: object, rule: str) -> None:
 def require_count(name: str, value: object, least: int) -> None:
     """Raises ConfigError unless `value` is a whole number of at least `least`."""
     require(type(value) is int and value >= least, name, value, f"a whole number, at least {least}")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raises ConfigError with the setting's name unless `value` is True or False."""
+    require(isinstance(value, bool), name, value, "True or False")
+
+
+def is_finite(value: object) -> bool:
+    """Whether a setting is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def are_texts(value: object) -> bool:
+    """Whether a setting is a tuple or list of texts. A text alone would be taken for its letters."""
+    return isinstance(value, tuple | list) and all(isinstance(each, str) for each in value)
 
 
 def flag(name: str) -> str:

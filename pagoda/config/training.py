@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from pagoda.config.settings import Settings, require, require_count
+from pagoda.config.settings import Settings, are_texts, is_finite, require, require_bool, require_count
 from pagoda.errors import ConfigError
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.memory.sizes import parse_bytes
@@ -125,6 +125,8 @@ class Updates(Settings):
         super().__post_init__()
         require_choice("update", self.update, UpdateMode)
         require_count("sync_steps", self.sync_steps, 0)
+        require_bool("predict", self.predict)
+        require_bool("speculate", self.speculate)
         if self.sync_steps and self.update == "sync":
             raise ConfigError(f"sync_steps is {self.sync_steps}, which needs update='async'.")
         if self.predict and self.update == "sync":
@@ -160,6 +162,7 @@ class Activations(Settings):
         super().__post_init__()
         if self.activations is not None:
             require_choice("activations", self.activations, ActivationMode)
+        require_bool("partition_activations", self.partition_activations)
         if self.partition_activations and self.activations in ("keep", "offload"):
             raise ConfigError(
                 "partition_activations is for blocks that are recomputed, but activations is "
@@ -196,6 +199,7 @@ class Tiles(Settings):
             if tiles is not None and tiles != "auto":
                 whole = type(tiles) is int and tiles >= 1
                 require(whole, name, tiles, "a whole number, at least 1, or 'auto'")
+        require(are_texts(self.per_token), "per_token", self.per_token, "a tuple of names")
         if self.per_token and self.sequence_tiles is None:
             raise ConfigError(f"per_token is {self.per_token!r}, which needs sequence_tiles: set it to 'auto'.")
         if (nbytes := self.tile_bytes) is not None:
@@ -267,4 +271,4 @@ def require_choice(name: str, value: object, choices: Any) -> None:
 
 def check_power_of_two(name: str, value: float) -> None:
     """Raises ConfigError unless `value` is a power of two."""
-    require(value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5, name, value, "a power of two")
+    require(is_finite(value) and math.frexp(value)[0] == 0.5, name, value, "a power of two")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from pagoda.config.run import Run
+from pagoda.config.run import USUAL_LENGTH, Run
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import parse_bytes
@@ -45,6 +45,11 @@ class SizedRun(LoraConfig, Run):
         return 4 if self.chosen_precision == "fp32" else 2
 
     @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence: the usual number if it is still to be chosen."""
+        return self.max_length or USUAL_LENGTH
+
+    @property
     def tokens(self) -> int:
         """Tokens of one forward pass on one GPU. It has one sequence if the number is still to be chosen."""
         return max(1, self.per_device_train_batch_size) * self._part
@@ -62,7 +67,7 @@ class SizedRun(LoraConfig, Run):
     @property
     def _part(self) -> int:
         """Tokens of a sequence on one GPU."""
-        return self.max_length // self.sequence_parallel
+        return self.seq_len // self.sequence_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,9 @@ class PlanConfig(SizedRun):
     step keeps its sequences: ranks that share a batch have more --gradient-accumulation-steps."""
     per_device_train_batch_size: int = 0
     """Sequences per forward pass, on each rank. 0: as many as have room, of those of --tokens-per-step."""
-    max_length: int = 1024
+    max_length: int = 0
+    """Tokens per sequence. For a T5, of the encoder's input and of the decoder's output each. 0: 1024, or as many as
+    the model has positions for, if these are fewer."""
     tokens_per_step: int | None = None
     """Without --per-device-train-batch-size: about how many tokens a step has, over all ranks. By default 16384, as for
     `pagoda train`.
@@ -117,7 +124,8 @@ class PlanConfig(SizedRun):
                 self.tokens_per_step,
                 "left out, or per_device_train_batch_size",
             )
-        require(self.max_length >= 2, "max_length", self.max_length, "at least 2 (a token and the next)")
+        require_count("max_length", self.max_length, 0)
+        require(self.max_length != 1, "max_length", self.max_length, "at least 2 (a token and the next)")
         if self.max_model and (self.pipeline_parallel > 1 or self.tensor_parallel > 1 or self.search_degrees):
             raise ConfigError("--max-model searches with data-parallel ranks only: name the model in --model")
         if self.gpus_per_node is not None:

@@ -157,7 +157,7 @@ def _measured(config: PlanConfig, problem: Problem) -> Compute:
     profiler = ComputeProfiler(
         config.model,
         batch_size=config.per_device_train_batch_size,
-        seq_len=config.max_length,
+        seq_len=config.seq_len,
         precision=config.chosen_precision,
         gradient_checkpointing=recomputes(config.activations),
     )

@@ -105,7 +105,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         if ranks > 1:
             _check_experts(shape, ranks)
         root = module_spec(shape, ranks)
-        flops = forward_flops(shape, config.tokens, config.max_length, ranks)
+        flops = forward_flops(shape, config.tokens, config.seq_len, ranks)
         if config.tile_elements is not None:
             root, flops = tiled(root, flops, config.tile_elements, config.looked_up_elements)
         layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
@@ -122,7 +122,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         flops = {module: each * of_one for module, of_one in counted.items()}
         top_k, heads, divisions = experts_per_token(built), heads_of(built), divisions_of(built)
         hidden, ffn, vocab = widths(built)
-        row_with_mask = 0 if window_of(built, config.max_length) is None else config.max_length
+        row_with_mask = 0 if window_of(built, config.seq_len) is None else config.seq_len
         text = built
     width = 0
     if (divided := config.sequence_parallel) > 1:
@@ -220,7 +220,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
     layers = layer_count(name)
     alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
     with counting.weightless():
-        model: Any = build_model(name, seq_len=asked.max_length, layers=_DESCRIBED if alike else None)
+        model: Any = build_model(name, seq_len=asked.seq_len, layers=_DESCRIBED if alike else None)
         packed: Mapping[str, Any] = {}
         if asked.quantized_format is not None:
             packed = linear_layers(model)
@@ -236,7 +236,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
             most_looked_up=asked.looked_up_elements,
         )
         with first_forward(name):
-            counted = counting.forward_flops(model, 1, asked.max_length) if count_flops else {}
+            counted = counting.forward_flops(model, 1, asked.seq_len) if count_flops else {}
         whole = root = describe(model)
         if asked.quantized_format is not None:
             pack_without_values(model, packed.values(), asked.quantized_format)

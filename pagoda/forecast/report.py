@@ -120,7 +120,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
     passes = f" x {config.gradient_accumulation_steps} passes" if config.gradient_accumulation_steps > 1 else ""
     yield Text(
         f"{described.name}, {_millions(described.params)} parameters, on {forecast.machine.hardware.name}{ranks}: "
-        f"{config.per_device_train_batch_size} x {config.max_length} tokens{passes}"
+        f"{config.per_device_train_batch_size} x {config.seq_len} tokens{passes}"
     )
     if forecast.choice is None:
         yield Text(f"Does not fit. {forecast.refusal}", style="bold red")

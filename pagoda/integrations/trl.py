@@ -1,19 +1,21 @@
 """TRL's training scripts, with the state of their trainers in pages."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import datasets
 import torch
 import trl
 
 from pagoda.config.commands import ReferringConfig, ScriptConfig
 from pagoda.config.memory import FIRST_SHARE, Memory
+from pagoda.config.reading import check_split
 from pagoda.config.run import StatesConfig
-from pagoda.errors import ConfigError, unknown_name
+from pagoda.errors import ConfigError, PagodaError, reading, unknown_name
 from pagoda.integrations.paging import Paging
 from pagoda.integrations.transformers import PagedTrainerMixin
 from pagoda.memory.files import storage_errors
@@ -40,7 +42,8 @@ def run_script(config: ScriptConfig, flags: Collection[str], own: Collection[str
     alone = model.use_peft or getattr(training, "precompute_ref_log_probs", False)
     refers = not alone and getattr(training, "beta", 0.0) != 0.0
     main = import_module(f"trl.scripts.{config.script}").main
-    with _paged(config.trainer, _paging(config, training, refers)):
+    paging = _paging(config, training, refers)
+    with _paged(config.trainer, paging), _replaced(datasets, "load_dataset", _refusing(script, training)):
         main(script, training, model, data)
 
 
@@ -80,6 +83,33 @@ def _parsed(config: ScriptConfig, flags: Collection[str], own: Collection[str]) 
 
 
 @contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a module has another value of a name. A script of TRL imports what it uses when it runs."""
+    stock = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+def _refusing(script: Any, training: Any) -> Callable[..., Any]:
+    """`datasets.load_dataset`, which raises ConfigError for data that cannot be read, or that lack a split."""
+    load = datasets.load_dataset
+    wanted = [script.dataset_train_split, *([script.dataset_test_split] * (training.eval_strategy != "no"))]
+
+    def loaded(path: str, *args: Any, **settings: Any) -> Any:
+        with reading(f"data {path!r}" + ", which is no folder here," * (not Path(path).exists())):
+            found = load(path, *args, **settings)
+        if isinstance(found, dict):
+            for split in wanted:
+                check_split(path, split, found)
+        return found
+
+    return loaded
+
+
+@contextmanager
 def _paged(name: str, paging: Paging) -> Iterator[None]:
     """Inside, `trl` has a trainer with its state in pages under the name of its own one. A script of TRL imports its
     trainer from there when it runs, and takes no other. Pages are closed at the end of the script, as long as the ranks
@@ -88,7 +118,8 @@ def _paged(name: str, paging: Paging) -> Iterator[None]:
 
     class Paged(PagedTrainerMixin, stock):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, paging=paging, **kwargs)
+            with _loading(kwargs["model"]):
+                super().__init__(*args, paging=paging, **kwargs)
             trainers.append(self)
 
         def end(self) -> None:
@@ -103,12 +134,22 @@ def _paged(name: str, paging: Paging) -> Iterator[None]:
         trainers.clear()
 
     Paged.__name__ = name
-    setattr(trl, name, Paged)
+    try:
+        with _replaced(trl, name, Paged):
+            yield
+    finally:
+        close()
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """Raises ConfigError if transformers finds no model or tokenizer, for which it raises OSErrors without a file."""
     try:
         yield
-    finally:
-        setattr(trl, name, stock)
-        close()
+    except OSError as error:
+        if error.filename is not None or isinstance(error, PagodaError):
+            raise
+        raise ConfigError(f"model {model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def _paging(config: ScriptConfig, training: Any, refers: bool) -> Paging:

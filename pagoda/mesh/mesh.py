@@ -192,6 +192,8 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
     """
     if isinstance(mesh, Mesh):
         return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh is {mesh!r}; give what pagoda.open_mesh returns, or a DeviceMesh of torch.")
     kinds = [_DIMENSIONS.get(name) for name in mesh.mesh_dim_names or ()]
     ordered = [kind for kind in (PIPELINE, REPLICATE, SHARD, TENSOR) if kind in kinds]
     if kinds != ordered or mesh.mesh.flatten().tolist() != list(range(launched().size)):

@@ -94,6 +94,7 @@ class Adafactor(TensorRule):
         self._require("d", is_number(self.d) and self.d >= 1, "a finite number >= 1")
         fits = are_values(self.eps, 2) and all(e is None or (is_number(e) and e >= 0) for e in self.eps)
         self._require("eps", fits and self.eps[1] is not None, "two numbers >= 0, the first possibly None")
+        self._require_bools("relative_step", "scale_parameter")
         in_range = self.beta1 is None or (is_number(self.beta1) and 0 <= self.beta1 < 1)
         self._require("beta1", in_range, "None or in [0, 1)")
 

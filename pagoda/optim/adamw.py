@@ -56,6 +56,7 @@ class AdamW(Adam):
         super().__post_init__()
         known = get_args(Moments)
         self._require("moments", self.moments in known, f"one of {', '.join(known)}")
+        self._require("seed", type(self.seed) is int, "a whole number")
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """Both moments, as `MOMENT_FORMATS` has them."""

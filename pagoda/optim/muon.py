@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, muon
 
+from pagoda.config.settings import are_texts
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.rule import StateSpec, TensorRule, UpdateWork, are_values, is_number
+from pagoda.optim.rule import StateSpec, TensorRule, UpdateWork, are_values, fp32, is_number
 
 BUFFER = "momentum_buffer"
 ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_attention_bias*")
@@ -54,10 +55,16 @@ class Muon(TensorRule):
     adamw_for: tuple[str, ...] = ADAMW_FOR
 
     def __post_init__(self) -> None:
+        self._require(
+            "adamw_eps", is_number(self.adamw_eps) and fp32(self.adamw_eps) > 0, "a finite number > 0 in fp32"
+        )
         self.adamw()
+        self._require_bools("nesterov")
+        self._require("adamw_for", are_texts(self.adamw_for), "a tuple of patterns")
         self._require("momentum", is_number(self.momentum) and 0 <= self.momentum < 1, "in [0, 1)")
-        self._require("ns_steps", self.ns_steps in range(1, 100), "from 1 to 99")
-        self._require("ns_coefficients", are_values(self.ns_coefficients, 3), "three numbers")
+        self._require("ns_steps", type(self.ns_steps) is int and 0 < self.ns_steps < 100, "from 1 to 99")
+        numbers = are_values(self.ns_coefficients, 3) and all(map(is_number, self.ns_coefficients))
+        self._require("ns_coefficients", numbers, "three numbers")
         self._require("eps", is_number(self.eps) and self.eps > 0, "a finite number > 0")
         known = (None, "original", "match_rms_adamw")
         self._require("adjust_lr_fn", self.adjust_lr_fn in known, f"one of {known}")

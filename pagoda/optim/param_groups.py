@@ -47,7 +47,7 @@ def named_groups(model: nn.Module, groups: ParamGroups | None) -> list[NamedGrou
     """
     if groups is None:
         return [{"params": [name for name, param in model.named_parameters() if param.requires_grad]}]
-    given: list[Any] = list(groups)
+    given = _listed("param_groups", groups)
     if not given or not all(isinstance(group, Mapping) for group in given):
         given = [{"params": given}]
     anew = {model.get_parameter(name).shape for name in made_anew(model)}
@@ -76,10 +76,21 @@ def reserved_names(model: nn.Module, reserve: Reserve) -> set[str]:
     """Names of the parameters whose state is reserved. Raises ConfigError for a parameter that is not the model's."""
     names = {id(param): name for name, param in model.named_parameters()}
     found = set()
-    for entry in (reserve,) if isinstance(reserve, nn.Module | nn.Parameter) else reserve:
+    for entry in (reserve,) if isinstance(reserve, nn.Module | nn.Parameter) else _listed("reserve", reserve):
+        if not isinstance(entry, nn.Module | nn.Parameter):
+            raise ConfigError(f"reserve has {entry!r}, which is neither a parameter nor a module.")
         for param in entry.parameters() if isinstance(entry, nn.Module) else (entry,):
             found.add(_name_of(param, names, "reserve"))
     return found
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    """The entries of an argument. Raises ConfigError if it cannot be iterated over."""
+    try:
+        entries = iter(given)
+    except TypeError as error:
+        raise ConfigError(f"{name} is {given!r}; give a list.") from error
+    return list(entries)
 
 
 def _name_of(param: nn.Parameter, names: Mapping[int, str], where: str) -> str:
@@ -132,7 +143,7 @@ def _parameters(params: Any, index: int) -> Iterator[nn.Parameter]:
         params = [params]
     if isinstance(params, set | frozenset):
         raise ConfigError(f"param_groups[{index}] has its parameters in a set, which has no order: use a list.")
-    for entry in params:
+    for entry in _listed(f"param_groups[{index}]['params']", params):
         param = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
         if not isinstance(param, nn.Parameter):
             raise ConfigError(f"param_groups[{index}] has {type(param).__name__} where a parameter should be.")

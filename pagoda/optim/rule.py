@@ -40,13 +40,14 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from pagoda.config.settings import require
+from pagoda.config.settings import is_finite, require, require_bool
 from pagoda.config.training import Precision, require_choice
 from pagoda.errors import ConfigError
 
@@ -190,6 +191,10 @@ class Rule(ABC):
         for setting in settings:
             value = getattr(self, setting)
             self._require(setting, is_number(value) and value >= 0, "a finite number >= 0")
+
+    def _require_bools(self, *settings: str) -> None:
+        for setting in settings:
+            require_bool(f"{self.name} {setting}", getattr(self, setting))
 
     def _require_betas(self, betas: tuple[float, float]) -> None:
         self._require("betas", are_values(betas, 2), "two numbers")
@@ -398,11 +403,14 @@ class Hyper:
 def plain_setting(value: Any, like: Any) -> Any:
     """A group's setting in the rule's types: one-element tensors become numbers, lists become tuples, and numbers
     become floats if ``like``, the rule's own value, is a float."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, list | tuple):
         return tuple(plain_setting(each, like[0] if isinstance(like, tuple) and like else None) for each in value)
-    return float(value) if isinstance(like, float) and value is not None else value
+    if isinstance(like, float) and not isinstance(value, str):
+        with suppress(TypeError, ValueError, RuntimeError):  # else the rule refuses the value, by the setting's name
+            return float(value)
+    return value
 
 
 def are_values(value: object, count: int) -> bool:
@@ -414,7 +422,7 @@ def is_number(value: object) -> bool:
     """Whether a setting is a finite number, possibly in a one-element tensor."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and bool(torch.isfinite(value))
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_finite(value)
 
 
 def fp32(value: float) -> float:

@@ -57,6 +57,7 @@ class SGD(ElementwiseRule):
     def __post_init__(self) -> None:
         self._require_not_negative("lr", "momentum", "weight_decay")
         self._require("dampening", is_number(self.dampening), "a finite number")
+        self._require_bools("nesterov")
         allowed = not self.nesterov or (self.momentum > 0 and self.dampening == 0)
         self._require("nesterov", allowed, "False without momentum, and with dampening")
 

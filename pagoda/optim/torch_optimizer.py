@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from pagoda.config.settings import require
 from pagoda.errors import ConfigError, UsageError
 from pagoda.optim.probe import Probe, kept_in
 from pagoda.optim.rule import StateSpec, TensorRule, plain_setting
@@ -55,7 +57,8 @@ class Optim(TensorRule):
             probe = Probe(label, lambda params: kind(params, **settings))
         except ConfigError as error:
             raise ConfigError(
-                f"{error} Use another class, or an optimizer of Pagoda's own, such as pagoda.AdamW."
+                f"{error} Its settings are {settings}: change them, use another class, or an optimizer of Pagoda's "
+                "own, such as pagoda.AdamW."
             ) from error
         for name, value in (("kind", kind), ("settings", settings), ("group", probe.group), ("_probe", probe)):
             object.__setattr__(self, name, value)
@@ -64,6 +67,9 @@ class Optim(TensorRule):
         """The rule with the present settings of a param group. Raises ConfigError if they add or remove states."""
         other = copy(self)
         settings = {key: plain_setting(group[key], old) for key, old in self.group.items()}
+        for key, old in self.group.items():
+            fits = isinstance(settings[key], Real | None) or not isinstance(old, Real)
+            require(fits, f"{self._probe.label}'s {key}", settings[key], f"a number, such as {old!r}")
         fixed = settings.keys() - self._probe.clock
         switched = {key: settings[key] for key in fixed if bool(settings[key]) != bool(self.group[key])}
         if switched and not self._probe.has_same_states(switched):

@@ -27,7 +27,12 @@ class DeviceHomes:
         """The states of a unit that live there."""
         return [state for state in self.possible if (unit.index, state) in self.at_home]
 
-    @property
+    @cached_property
+    def units(self) -> frozenset[int]:
+        """Units of which a state lives there."""
+        return frozenset(unit for unit, _ in self.at_home)
+
+    @cached_property
     def possible(self) -> tuple[str, ...]:
         """States and gradients to which the device may be home: first weights, then gradients, then the others."""
         late = [WEIGHT_BACK] if self.options.asynchronous else []
@@ -86,7 +91,8 @@ def _beside_all_leases(homes: DeviceHomes, units: Sequence[UnitSpec], room: int)
 
 def _whole_units(homes: DeviceHomes, units: Sequence[UnitSpec], room: int, spared: Mapping[int, int]) -> DeviceHomes:
     """The units that fit. `spared`: unit -> pages that are free once it lives there."""
-    pages = {unit.index: homes.most(unit, homes.possible) - spared.get(unit.index, 0) for unit in units}
+    most = {unit.index: homes.most(unit, homes.possible) for unit in homes.layout.sizes}
+    pages = {unit.index: most[homes.layout.alike[unit.index]] - spared.get(unit.index, 0) for unit in units}
     return replace(homes, at_home=frozenset(product(first_that_fit(pages, room), homes.possible)))
 
 

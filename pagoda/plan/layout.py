@@ -181,11 +181,12 @@ class Layout:
 
     def with_block_limit(self, block_limit: int) -> "Layout":
         """The same extents, streamed in other blocks."""
-        return self._shared_with(replace(self, block_limit=block_limit), "_known_pages", "_alike", "_counts")
+        same = "_known_pages", "alike", "_counts", "_leases_of", "_leases", "_dtypes"
+        return self._shared_with(replace(self, block_limit=block_limit), *same)
 
     def with_page_bytes(self, page_bytes: int) -> "Layout":
         """The same extents in other pages."""
-        return self._shared_with(replace(self, page_bytes=page_bytes), "_alike", "_counts")
+        return self._shared_with(replace(self, page_bytes=page_bytes), "alike", "_counts", "_dtypes")
 
     def _shared_with(self, other: "Layout", *cached: str) -> "Layout":
         """The other layout, with cached properties of this one that are equal in both."""
@@ -234,7 +235,7 @@ class Layout:
 
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
-        key = self._alike[unit.index], state
+        key = self.alike[unit.index], state
         if key not in self._known_pages:
             self._known_pages[key] = pages_for(self.elements(unit, state) * self.itemsize(unit, state), self.page_bytes)
         return self._known_pages[key]
@@ -245,7 +246,7 @@ class Layout:
         return {}
 
     @cached_property
-    def _alike(self) -> list[int]:
+    def alike(self) -> list[int]:
         """For each unit, the first one whose extents are as long: with most rules, one with as many elements. A model
         may have thousands of experts, and few sizes."""
         if self.weight.whole is not None or self._packed:
@@ -257,14 +258,19 @@ class Layout:
     @cached_property
     def _counts(self) -> Counter[int]:
         """The first unit of each size -> the number of units of this size."""
-        return Counter(self._alike)
+        return Counter(self.alike)
+
+    @property
+    def sizes(self) -> list[UnitSpec]:
+        """The first unit of each size."""
+        return [self.units[first] for first in self._counts]
 
     def total_pages(self, state: str) -> int:
         return sum(count * self.pages(self.units[first], state) for first, count in self._counts.items())
 
     def total_bytes(self, state: str) -> int:
         """Bytes of a state without padding to pages."""
-        firsts = ((self.units[first], count) for first, count in self._counts.items())
+        firsts = zip(self.sizes, self._counts.values(), strict=True)
         return sum(count * self.elements(unit, state) * self.itemsize(unit, state) for unit, count in firsts)
 
     def trained_weight_pages(self, unit: UnitSpec) -> int:
@@ -367,7 +373,7 @@ class Layout:
         sizes = (known[name].itemsize for known in self._dtypes.values() for name in streamed if name in known)
         per_page = self.page_bytes // min(sizes)
         # So that the ring holds at most one unit.
-        most = max(-(-unit.numel // self.group(unit)) for unit in self.units) // LEAST_RING_SLOTS
+        most = max(-(-unit.numel // self.group(unit)) for unit in self.sizes) // LEAST_RING_SLOTS
         return -(-min(self.block_limit, most + 1) // per_page) * per_page
 
     def block_at_home(self, unit: UnitSpec, on_device: bool, threads: int) -> int:
@@ -420,14 +426,20 @@ class Layout:
     def lease_of(self, unit: UnitSpec) -> int:
         """Pages of a lease: of the whole unit, with room for every rank's slice as if all were equally long. 0 for a
         unit that is used in RAM."""
-        if unit.on_host:
-            return 0
-        elements = unit.numel
-        if self.is_sliced(unit, WEIGHT):
-            group, trained = self.group(unit), unit.trainable_numel
-            ends = group * slice_elements(trained, group), trained + group * slice_elements(elements - trained, group)
-            elements = max(ends)
-        return pages_for(elements * self.itemsize(unit, WEIGHT), self.page_bytes)
+        return self._leases_of[unit.index]
+
+    @cached_property
+    def _leases_of(self) -> list[int]:
+        """By unit, the pages of its lease."""
+        pages = []
+        for unit in self.units:
+            elements = 0 if unit.on_host else unit.numel
+            if elements and self.is_sliced(unit, WEIGHT):
+                group, trained = self.group(unit), unit.trainable_numel
+                frozen = slice_elements(elements - trained, group)
+                elements = max(group * slice_elements(trained, group), trained + group * frozen)
+            pages.append(pages_for(elements * self.itemsize(unit, WEIGHT), self.page_bytes))
+        return pages
 
     def lease_pages(self, ahead: int = LEASES_AHEAD) -> int:
         """Frames with which a unit, the units around it and `ahead` more can be leased at once, wherever they lie.
@@ -440,19 +452,19 @@ class Layout:
     @cached_property
     def _leases(self) -> tuple[int, int, int]:
         """Units in use at once, frames of the widest lease, and frames of all leases."""
-        leases = [self.lease_of(unit) for unit in self.units]
-        return 1 + max(len(around) for around in enclosing(self.units).values()), max(leases), sum(leases)
+        most_around = max(len(around) for around in enclosing(self.units).values())
+        return 1 + most_around, max(self._leases_of), sum(self._leases_of)
 
     @cached_property
     def fetch_piece_pages(self) -> int:
         """Pages of one slot of the fetch ring."""
-        widest = max(self.pages(unit, WEIGHT) for unit in self.units)
+        widest = max(self.pages(unit, WEIGHT) for unit in self.sizes)
         return min(widest, pages_for(FETCH_PIECE_BYTES, self.page_bytes))
 
     @property
     def sharing_pages(self) -> int:
         """Pages in which the updated slices of a unit's weights are gathered on their way to a copy on SSD."""
-        return max(map(self.trained_weight_pages, filter(self.gathers_after_update, self.units)), default=0)
+        return max(map(self.trained_weight_pages, filter(self.gathers_after_update, self.sizes)), default=0)
 
     @cached_property
     def bounce(self) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Decides which tier is home to each state of each unit, from everything in RAM to everything on SSD."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NoReturn
 
 from pagoda.errors import BudgetError
@@ -63,25 +63,24 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
     """
     page, split, by_state = layout.page_bytes, options.split or DEFAULT_SPLIT, None
     in_pages = (None if nbytes is None else nbytes // page for nbytes in (budgets.device, budgets.ssd))
-    budgets = Budgets(budgets.host // page, *in_pages)
+    placer = partial(_Placer, layout, Budgets(budgets.host // page, *in_pages), budgets, options)
     if layout.shares_experts:  # while two wait for their turn to be added up, others come before them
         staging_buffers = max(staging_buffers, 3)
     if split.device_update_share and split.device_home_share and budgets.device is not None:
-        by_state = _place_by_state(layout, budgets, options, staging_buffers)
-    return by_state or _Placer(layout, budgets, options, staging_buffers).place()
+        by_state = _place_by_state(partial(placer, staging_buffers, by_state=True), layout, options)
+    return by_state or placer(staging_buffers).place()
 
 
-def _place_by_state(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int) -> Placement | None:
+def _place_by_state(make: Callable[..., "_Placer"], layout: Layout, options: Options) -> Placement | None:
     """The placement in which the device is home to what moves most of the units that it updates. None if RAM does not
-    hold the rest. The device has room for other versions of weights only where RAM has room for the other states.
-    `budgets` are in pages."""
+    hold the rest. The device has room for other versions of weights only where RAM has room for the other states."""
     trained = [unit for unit in layout.units if unit.trainable_numel]
     split, speculated = options.split or DEFAULT_SPLIT, frozenset[int]()
     if options.may_speculate:
         updated = on_device(trained, split.device_update_share)
         speculated = on_device([unit for unit in trained if unit.index in updated], SPECULATED_SHARE)
     while True:
-        placer = _Placer(layout, budgets, options, staging_buffers, by_state=True, two_versions=speculated)
+        placer = make(two_versions=speculated)
         if placer.needed_in_memory() <= placer.host:
             placement = placer.place()
             if placer.device_homes.second_weights.keys() <= placement.speculated:
@@ -108,10 +107,12 @@ class _InRam:
 
 @dataclass(frozen=True)
 class _Placer:
-    """Makes one placement, as `place` says. All sizes are in pages, and so are the budgets."""
+    """Makes one placement, as `place` says. All sizes are in pages, except `given`."""
 
     layout: Layout
     budgets: Budgets
+    given: Budgets
+    """The budgets in bytes, for messages."""
     options: Options
     staging_buffers: int
     by_state: bool = False
@@ -129,7 +130,7 @@ class _Placer:
         passing = any(home != DEVICE for (unit, _), home in homes.items() if unit in on_device)
         if not passing and not layout.weight.copied:
             device.pop(UPDATE_RING, None)
-        host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
+        host, ssd = self._home_lines(homes, kept)
         if kept.grads != self.all:
             host[STAGING] = kept.staging
         gathered = layout.sharing_pages if kept.weights != self.all else 0
@@ -191,11 +192,13 @@ class _Placer:
 
     def _by_unit(self, *states: str) -> dict[int, int]:
         """unit -> pages of some states, without those that live on the device."""
-        layout, at_home = self.layout, self.device_homes.at_home
-        return {
-            unit.index: sum(layout.pages(unit, state) for state in states if (unit.index, state) not in at_home)
-            for unit in layout.units
-        }
+        layout, homes = self.layout, self.device_homes
+        whole = {unit.index: sum(layout.pages(unit, state) for state in states) for unit in layout.sizes}
+        pages = {index: whole[first] for index, first in enumerate(layout.alike)}
+        for index in homes.units:
+            unit = layout.units[index]
+            pages[index] = sum(layout.pages(unit, state) for state in states if (index, state) not in homes.at_home)
+        return pages
 
     # --- host RAM -----------------------------------------------------------------------------------------
 
@@ -209,7 +212,7 @@ class _Placer:
             grads_in = self.all if staging == grads else frozenset()
             return _InRam(self.all, grads_in, self.all, staging)
         if self.budgets.ssd is None:
-            self._refuse(HOST, needed, self.host, "memory.host, or add memory.ssd='DIR'")
+            self._refuse(HOST, needed, "memory.host, or add memory.ssd='DIR'")
         weights_in, leases, left = self._divided_weights(needed)
         grads_in, staging = self._divided_grads(left)
         left -= staging + sum(self.grad[unit] for unit in grads_in)
@@ -251,7 +254,7 @@ class _Placer:
             if not leased_anyway:
                 needed = min(needed, taken + weights, everything)
             raised = ", or raise memory.embedding_limit" * (used > 0 and self.options.embedding_limit is not None)
-            self._refuse(HOST, needed, self.host, f"memory.host{self._or_smaller_units}{raised}")
+            self._refuse(HOST, needed, f"memory.host{self._or_smaller_units}{raised}")
         leases = min(leases, left - used)
         kept = first_that_fit(self.weight, left - leases)
         return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + least_staging
@@ -275,7 +278,7 @@ class _Placer:
             lines[GRAD] = lines[GRAD_QUEUE] = sum(self._by_unit(GRAD).values())
         if self.budgets.device is not None:
             buffers, elements = layout.bounce
-            widest = max(map(layout.offloaded_itemsize, layout.units))
+            widest = max(map(layout.offloaded_itemsize, layout.sizes))
             lines[BOUNCE] = buffers * pages_for(elements * widest, layout.page_bytes)
         else:
             lines[COLLECTIVE_BUFFERS] = reduce_buffers(layout).pages
@@ -299,23 +302,24 @@ class _Placer:
         elif self.budgets.ssd is None:  # there is nowhere to spill to
             in_ram[GRAD] = self.all
         in_ram |= {state.name: self.all for state in self.layout.small}
-        return {
-            (unit, state): DEVICE if (unit, state) in self.device_homes.at_home else HOST if unit in units else SSD
-            for unit in sorted(self.all)
+        homes = {
+            (unit.index, state): HOST if unit.index in units else SSD
+            for unit in self.layout.units
             for state, units in in_ram.items()
-            if self.layout.has(self.layout.units[unit], state)
+            if self.layout.has(unit, state)
         }
+        return homes | dict.fromkeys(self.device_homes.at_home & homes.keys(), DEVICE)
 
-    def _home_lines(self, tier: str, homes: Mapping[tuple[int, str], str], kept: _InRam) -> dict[str, int]:
-        """State -> pages of a tier that is its home, without fixed lines and buffers."""
+    def _home_lines(self, homes: Mapping[tuple[int, str], str], kept: _InRam) -> tuple[dict[str, int], dict[str, int]]:
+        """State -> pages of which RAM is the home, and of which SSD is, without fixed lines and buffers."""
         elsewhere = {state.name for state in self.layout.small}
         if self.options.asynchronous or (self.budgets.ssd is None and kept.grads != self.all):
             elsewhere.add(GRAD)
-        lines: dict[str, int] = {}
+        lines: dict[str, dict[str, int]] = {HOST: {}, SSD: {}}
         for (unit, state), home in homes.items():
-            if home == tier and state not in elsewhere:
-                lines[state] = lines.get(state, 0) + self.layout.pages(self.layout.units[unit], state)
-        return lines
+            if home != DEVICE and state not in elsewhere:
+                lines[home][state] = lines[home].get(state, 0) + self.layout.pages(self.layout.units[unit], state)
+        return lines[HOST], lines[SSD]
 
     def _slot(self, weights_on_ssd: bool) -> int:
         """Pages of a block of the states that stream through RAM."""
@@ -376,7 +380,7 @@ class _Placer:
         fit. Frozen weights do not change. Refuses a budget that is too small for these and the lines of SSD."""
         needed, available, units = sum(ssd.values()), self.budgets.ssd or 0, self.layout.units
         if needed > available:
-            self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
+            self._refuse(SSD, needed, "memory.ssd='DIR:SIZE'")
         on_ssd = [(units[unit], state) for (unit, state), home in homes.items() if home == SSD and state in ssd]
         changing = needed - ssd.get(GRAD, 0) - sum(self.layout.frozen_pages(*extent) for extent in on_ssd)
         if self.options.keep_checkpoints is None:
@@ -384,7 +388,7 @@ class _Placer:
         spare = self.options.keep_checkpoints * changing
         if needed + spare > available:
             setting = "memory.ssd='DIR:SIZE', or lower memory.ssd_checkpoints (--save-total-limit; 0: copy)"
-            self._refuse(SSD, needed + spare, available, setting)
+            self._refuse(SSD, needed + spare, setting)
         return spare
 
     # --- a device of its own ------------------------------------------------------------------------------
@@ -399,7 +403,7 @@ class _Placer:
         total = sum(map(layout.lease_of, leased))
         lines = {COLLECTIVE_BUFFERS: reduce_buffers(layout).pages, UPDATE_RING: self.update_ring}
         beside = sum(lines.values()) + sum(self.device_homes.second_weights.values())
-        for unit in layout.units:
+        for unit in (layout.units[index] for index in sorted(self.device_homes.units)):
             states = self.device_homes.states(unit)
             beside += self.device_homes.most(unit, states)
             for line, pages in self.device_homes.lines(unit, states).items():
@@ -409,7 +413,7 @@ class _Placer:
         if leases < least:
             setting = f"memory.device{self._or_smaller_units}"
             setting += ", or lower split.device_update_share" * (self.update_ring > 0)
-            self._refuse(DEVICE, least + beside, leases + beside, setting)
+            self._refuse(DEVICE, least + beside, setting)
         lines[LEASES] = leases
         return with_pages(lines)
 
@@ -417,7 +421,7 @@ class _Placer:
         """Units with states on the device, and the requested share of all."""
         trained = (unit for unit in self.layout.units if unit.trainable_numel)
         share = (self.options.split or DEFAULT_SPLIT).device_update_share if self.update_ring else 0.0
-        return frozenset(unit for unit, _ in self.device_homes.at_home) | on_device(trained, share)
+        return self.device_homes.units | on_device(trained, share)
 
     @property
     def _or_smaller_units(self) -> str:
@@ -425,20 +429,19 @@ class _Placer:
         by itself."""
         return ", or lower memory.unit_limit" * (self.options.unit_limit is not None)
 
-    def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
+    def _refuse(self, tier: str, needed: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes
         if tier == HOST:
-            reserved = sum(self.fixed.values())
-            needed, available = needed + reserved, available + reserved
+            needed += sum(self.fixed.values())
             if self.options.asynchronous:
                 grads = format_bytes(self.fixed.get(GRAD, 0) * page)
                 setting += f", or set update='sync': async keeps the gradients of 2 steps in RAM, {grads} each"
+        needed, has = needed * page, getattr(self.given, tier) or 0
         raise BudgetError(
-            f"The training state does not fit: {tier} needs at least {format_at_least(needed * page)} and has "
-            f"{format_bytes(available * page)}, {format_at_least((needed - available) * page)} short. "
-            f"Raise {setting}.",
+            f"The training state does not fit: {tier} needs at least {format_at_least(needed)} and has "
+            f"{format_bytes(has)}, {format_at_least(needed - has)} short. Raise {setting}.",
             tier=tier,
-            needed_bytes=needed * page,
+            needed_bytes=needed,
         )
 
 

@@ -20,7 +20,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import MALLOC, activations_of
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import ModelDescription, describe_model
-from pagoda.forecast.step_size import TOKENS_PER_STEP, sequences_at_once
+from pagoda.forecast.step_size import TOKENS_PER_STEP, sequences_at_once, usual_length
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes
 from pagoda.mesh.mesh import Mesh
@@ -34,7 +34,7 @@ from pagoda.train.seen import many
 from pagoda.train.sources import STDLIB
 from pagoda.train.tokens import DataSets, Tokens
 
-_SEQ_LEN, _MOST_SEQ_LEN = 1024, 4096
+_MOST_SEQ_LEN = 4096
 _STEPS = 100
 """Fewest steps for which a step has more than one sequence, unless the user gives the tokens of a step."""
 _LEAST_SEQUENCES = 8
@@ -97,12 +97,13 @@ def sequence_length(asked: Reading, tokens: Tokens) -> tuple[int, str]:
         return seq_len, f"{int(100 * whole)}% of {kind} have as many tokens or fewer" + f"; {limit}" * (
             needed > seq_len
         )
-    seq_len = most = min(most, _SEQ_LEN)
+    usual, why = usual_length(asked.model)
+    seq_len = usual
     while seq_len > 16 and len(tokens) < _LEAST_SEQUENCES * seq_len:
         seq_len //= 2
-    if seq_len < most:
+    if seq_len < usual:
         return seq_len, f"the data has no more than {len(tokens):,} tokens"
-    return seq_len, "the model's positions" if positions == seq_len else "usual for texts"
+    return seq_len, why
 
 
 @dataclass

@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pagoda.config.reading import DataSettings
-from pagoda.errors import ConfigError, check_installed, needed
+from pagoda.config.reading import DataSettings, check_split
+from pagoda.errors import ConfigError, check_installed, needed, reading
 from pagoda.models.hub import is_hub_name
 from pagoda.train.records import Document, are_messages, read_row
 from pagoda.train.seen import Seen
@@ -60,7 +60,7 @@ class Source:
             return [self.name, self.on_hub.config_id, self.on_hub.hash, self.split]
         stamps = []
         for path in self.files:
-            with _reading(path):
+            with reading(path):
                 at = path.stat()
             stamps.append((os.path.realpath(path), at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
         return [self.records, stamps]
@@ -132,7 +132,7 @@ def documents(source: Source, seen: Seen) -> Iterator[Document]:
 def _rows(source: Source) -> Iterator[tuple[str, Any]]:
     """Each row, or why it cannot be read, with its place."""
     if (builder := source.on_hub) is not None:
-        with _reading(f"the split {source.split!r} of {source.name}"):
+        with reading(f"the split {source.split!r} of {source.name}"):
             if source.settings.dataset_streaming:
                 rows = builder.as_streaming_dataset(source.split)
             else:
@@ -140,7 +140,7 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
                 rows = builder.as_dataset(source.split)
             yield from ((f"{source.name}, row {number}", row) for number, row in enumerate(rows, 1))
     for path in source.files:
-        with _reading(path):
+        with reading(path):
             kind = (_RECORDS | _TABLES)[_suffix(path)]
             yield from _json_rows(path) if kind == "json" else _table_rows(path, kind)
 
@@ -191,7 +191,7 @@ class _NotTextError(ConfigError):
 def _text(path: Path, seen: Seen, alone: bool) -> Iterator[Document]:
     """A file as a text, in pieces that end with a line. One that is not UTF-8 is refused if it is `alone` or very
     large, otherwise left out."""
-    with _reading(path):
+    with reading(path):
         pieces = _pieces(path)
         if not alone and path.stat().st_size <= _MOST_WHOLE_BYTES:
             try:
@@ -235,7 +235,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _builder(name: str, settings: DataSettings) -> Any:
     """The builder of a folder or of a data set of the Hub."""
-    with _reading(f"data {name!r}"):
+    with reading(f"data {name!r}"):
         datasets = needed("datasets", _NEEDS_DATASETS)
         return datasets.load_dataset_builder(name, settings.dataset_config, revision=settings.dataset_revision)
 
@@ -244,24 +244,8 @@ def _of_split(folder: Path, files: list[Path], settings: DataSettings, split: st
     """The files of a folder that datasets takes for those of a split."""
     root = folder.resolve()
     splits = {str(split): {*paths} for split, paths in _builder(str(root), settings).config.data_files.items()}
-    if split not in splits:
-        raise ConfigError(
-            f"data {str(folder)!r} has no split {split!r}, only {', '.join(splits)}: name one, with "
-            "--dataset-train-split or --dataset-test-split"
-        )
+    check_split(str(folder), split, splits)
     return [file for file in files if str(root / file.relative_to(folder)) in splits[split]]
-
-
-@contextmanager
-def _reading(what: object) -> Iterator[None]:
-    """Raises every error of what is read as a ConfigError: datasets and the packages under it have many kinds."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ConfigError(f"{what} cannot be read: {reason[0]}") from error
 
 
 def _below(folder: Path) -> Iterator[Path]:

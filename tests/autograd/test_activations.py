@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,24 +334,26 @@ def test_a_full_drive_is_an_error_of_the_forward_after_which_training_goes_on(
     offloaded.assert_same_bits(train(replace(recipe, activations="keep"), RESIDENT))
 
 
-def test_a_write_of_an_activation_that_fails_leaves_the_whole_step_to_be_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("outage", [1, 2])
+def test_writes_of_activations_that_fail_are_one_error_and_leave_the_whole_step_to_be_taken(
+    outage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`step()` writes the activations that somebody has held until then."""
     recipe = Recipe("plain", steps=2, activations="offload")
-    write, fails = SsdPlace.write, False
+    write, failures = SsdPlace.write, iter(range(0))
+    more = ["Another 1 of the writes failed with it."] * (outage - 1)
 
     def write_or_fail(*arguments: Any) -> None:
-        nonlocal fails
-        if fails:
-            fails = False
+        if next(failures, None) is not None:
+            time.sleep(0.1)  # until compute waits for it, after it has started others
             raise pagoda.StorageError("the drive has failed")
         write(*arguments)
 
     def loop(model: Any, optimizer: Any, outcome: Outcome) -> None:
-        nonlocal fails
+        nonlocal failures
         held: list[torch.Tensor] = []
-        model.blocks[0].register_forward_hook(lambda _module, _inputs, output: held.append(output))
+        for block in model.blocks:
+            block.register_forward_hook(lambda _module, _inputs, output: held.append(output))
         generator = torch.Generator().manual_seed(1)
         for _ in range(recipe.steps):
             inputs = batch(recipe.model, generator)
@@ -358,9 +361,11 @@ def test_a_write_of_an_activation_that_fails_leaves_the_whole_step_to_be_taken(
             later = loss_of(model(**inputs))
             held.clear()
             if pagoda.plan_of(model).options.may_offload:
-                fails = True
-                with pytest.raises(pagoda.StorageError, match="the drive has failed"):
+                failures = iter(range(outage))
+                with pytest.raises(pagoda.StorageError, match="the drive has failed") as raised:
                     optimizer.step()
+                assert next(failures, None) is None
+                assert getattr(raised.value, "__notes__", []) == more
             take_step(optimizer, outcome)
             del later
 

@@ -1,5 +1,6 @@
 """Weights outside forward: read, written, saved, loaded, and every misuse answered with an error that names the fix."""
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from zoo import ARENA_ALL_ON_SSD, PAGE, UNIT_LIMIT, assert_equal, squeeze
 import pagoda
 from pagoda.autograd.accesses import Accesses
 from pagoda.errors import StorageError
+from pagoda.memory.sizes import format_bytes, parse_bytes
 from pagoda.parameters.hidden import Hidden
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.lanes import Lane
@@ -430,12 +432,33 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
         ({"page_size": 12288}, {}, r"memory\.page_size.*power of two"),
         ({"unit_limit": "much"}, {}, r"memory\.unit_limit"),
         ({"device": "cpu"}, {}, r"memory\.device.*cpu:SIZE"),
+        ({"device": 1 << 20}, {}, r"memory\.device is 1048576; give SIZE"),
+        ({"ssd": ["a", "b"]}, {}, r"memory\.ssd is \['a', 'b'\]; it must be the path.*commas"),
+        ({"split": 0.5}, {}, r"memory\.split is 0\.5; it must be a pagoda\.Split"),
         ({}, {"max_grad_norm": -1.0}, "max_grad_norm.*above 0"),
         ({}, {"max_grad_norm": float("nan")}, "max_grad_norm.*above 0"),
         ({}, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps.*at least 1"),
         ({}, {"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps.*whole number"),
         ({}, {"tiles": "two"}, r"tiles is 'two'; give a pagoda\.Tiles"),
+        ({}, {"mesh": (2, 2)}, r"mesh is \(2, 2\); give what pagoda\.open_mesh returns"),
+        ({}, {"param_groups": 0.1}, r"param_groups is 0\.1; give a list"),
+        ({}, {"param_groups": [{"params": 3}]}, r"param_groups\[0\]\['params'\] is 3; give a list"),
+        ({}, {"reserve": 3}, "reserve is 3; give a list"),
+        ({}, {"reserve": ["layers.0"]}, "reserve has 'layers.0', which is neither a parameter nor a module"),
     ]
+    makers: list[tuple[Callable[..., Any], str, Any, str]] = [
+        (pagoda.Split, "device_update_share", None, "from 0 to 1"),
+        (pagoda.Split, "device_home_share", "half", "from 0 to 1"),
+        (pagoda.MixedPrecision, "loss_scale", [2.0], "a power of two"),
+        (pagoda.LossScale, "init_scale", "large", "a power of two"),
+        (pagoda.Updates, "predict", "no", "True or False"),
+        (pagoda.Updates, "speculate", None, "True or False"),
+        (pagoda.Activations, "partition_activations", "no", "True or False"),
+        (pagoda.Tiles, "per_token", "Norm", "a tuple of names"),
+    ]
+    for make, name, value, wanted in makers:
+        with pytest.raises(pagoda.ConfigError, match=rf"{name} is {re.escape(repr(value))}; it must be {wanted}"):
+            make(**{name: value})
     for memory, options, message in refused:
         with pytest.raises(pagoda.ConfigError, match=message):
             pagoda.wrap(fresh(), pagoda.AdamW(), memory=pagoda.Memory(**memory), **{"precision": "bf16", **options})
@@ -448,17 +471,21 @@ def test_settings_that_mean_nothing_are_named(tmp_path: Path) -> None:
         ({"host": "64KiB", "ssd": "DIR:1GiB"}, "host"),
         ({"host": "2MiB", "ssd": "DIR:1MiB"}, "ssd"),
         ({"host": "64MiB", "device": "cpu:64KiB"}, "device"),
+        ({"host": "4000"}, "host"),
+        ({"host": "64MiB", "device": "cpu:65KB"}, "device"),
     ],
-    ids=["host", "host-with-ssd", "ssd", "device"],
+    ids=["host", "host-with-ssd", "ssd", "device", "below-a-page", "part-of-a-page"],
 )
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(
     settings: dict[str, str], tier: str, tmp_path: Path
 ) -> None:
-    """The refusal names tier, shortfall and setting, leaves the model as it was, and what it asks for is enough."""
+    """It names tier, budget, shortfall and setting, and leaves the model as it was. What it asks for is enough."""
     model = fresh()
     fixed = {"page_size": PAGE, "unit_limit": UNIT_LIMIT}
     settings = {name: value.replace("DIR", str(tmp_path)) for name, value in settings.items()}
-    with pytest.raises(pagoda.BudgetError, match=rf"{tier} needs at least .* short.*memory\.{tier}") as refused:
+    size = parse_bytes(settings[tier].removeprefix("cpu:").removeprefix(f"{tmp_path}:"))
+    wanted = rf"{tier} needs at least .* and has {format_bytes(size)}, .* short.*memory\.{tier}"
+    with pytest.raises(pagoda.BudgetError, match=wanted) as refused:
         pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(**settings, **fixed), precision="bf16")
     assert refused.value.tier == tier
     assert list(tmp_path.iterdir()) == []

@@ -222,12 +222,21 @@ def test_a_run_that_went_on_can_go_back_and_drops_the_gradients_that_had_arrived
 
 def test_extra_comes_back_as_it_was_and_must_be_json(tmp_path: Path) -> None:
     run = Run(Recipe("conv"), RESIDENT)
-    with pytest.raises(TypeError):
-        run.optimizer.save_checkpoint(tmp_path / "step", extra={"bad": object()})
-    assert list(tmp_path.iterdir()) == []
     extra = {"position": 12, "schedule": {"last_epoch": 3}, "names": ["é", None, 1.5]}
     run.optimizer.save_checkpoint(tmp_path / "step", extra=extra)
     run.optimizer.save_checkpoint(tmp_path / "plain")
+    circle: list[Any] = []
+    circle.append(circle)
+    for bad in (torch.ones(2), {"deep": [object()]}, {(1, 2): 3}, circle):
+        with pytest.raises(pagoda.ConfigError, match=r"extra\['bad'\] cannot be saved: .* Give text, numbers"):
+            run.optimizer.save_checkpoint(tmp_path / "other", {"good": 1, "bad": bad}, replaces=[tmp_path / "step"])
+    with pytest.raises(pagoda.ConfigError, match="extra is 'best'; it must be a dictionary"):
+        run.optimizer.save_checkpoint(tmp_path / "other", extra="best")
+    run.optimizer.param_groups[0]["note"] = torch.ones(2)
+    with pytest.raises(pagoda.ConfigError, match=r"param_groups\[0\]\['note'\] cannot be saved: "):
+        run.optimizer.save_checkpoint(tmp_path / "other", wait=False)
+    del run.optimizer.param_groups[0]["note"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step", "plain"}
     assert run.optimizer.load_checkpoint(tmp_path / "step") == extra
     assert run.optimizer.load_checkpoint(str(tmp_path / "plain")) == {}
     run.optimizer.close()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import GPT2Config
 
 from pagoda.cli.main import main
 from pagoda.models.shapes import is_built_in
@@ -66,6 +67,21 @@ def test_it_prints_the_plan_the_figures_and_what_would_help(plan: Command, machi
     step_us = json.loads(trace.read_text())["otherData"]["step_s"] * 1e6
     assert {"compute", "d2h", "ssd_read", "ssd_write", "update"} == {span["cat"] for span in spans}
     assert all(0 <= s["ts"] <= s["ts"] + s["dur"] <= step_us * (1 + 1e-9) for s in spans)
+
+
+def test_a_length_that_is_left_open_is_at_most_the_models_positions(
+    plan: Command, machine: Path, tmp_path: Path
+) -> None:
+    config = GPT2Config(vocab_size=256, n_positions=512, n_embd=32, n_layer=1, n_head=2)
+    config.save_pretrained(tmp_path)
+    for model, length in ((tmp_path, 512), ("gpt2", 1024)):
+        done = plan("--model", model, "--hardware", machine, "--plan", "usual")
+        assert done.returncode == 0
+        assert f" x {length} tokens" in done.stdout
+        assert ("- --max-length 512: the model's positions." in done.stdout) == (length == 512)
+    given = plan("--model", tmp_path, "--hardware", machine, "--max-length", 1024)
+    assert (given.returncode, given.stdout) == (2, "")
+    assert "max-length 1024 is above the 512 positions of model" in given.stderr
 
 
 def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan: Command, machine: Path) -> None:

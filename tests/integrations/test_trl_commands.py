@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 trl = pytest.importorskip("trl")
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 
 import pagoda  # noqa: E402
 from pagoda.cli.main import COMMANDS, main  # noqa: E402
@@ -149,6 +149,29 @@ def test_what_cannot_be_read_is_named(here: Path, capsys: pytest.CaptureFixture[
     )
     assert "--dataset_name is missing" in refusal(capsys, "dpo", cpu)
     assert "--model_name_or_path is missing" in refusal(capsys, "dpo", cpu, "--dataset_name", "data")
+
+
+@pytest.mark.parametrize("script", OWN)
+def test_data_and_models_that_cannot_be_read_are_named(
+    script: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    write_lines(here / "data" / "train.jsonl", ROWS[script])
+    (here / "broken").mkdir()
+    (here / "broken" / "train.jsonl").write_text('{"prompt": 3')
+    stock = datasets.load_dataset
+
+    def last(*more: str) -> str:
+        return refusal(capsys, script, *args(script, "paged", *more)).splitlines()[-1].removeprefix("pagoda: ")
+
+    unread = last("--dataset_name", "TYPO")
+    assert unread.startswith("data 'TYPO', which is no folder here, cannot be read: Couldn't reach 'TYPO' on the Hub")
+    assert last("--dataset_name", "broken").startswith("data 'broken' cannot be read: JSON parse error")
+    only = "only train: name one, with --dataset-train-split or --dataset-test-split"
+    assert last("--dataset_train_split", "trian") == f"data 'data' has no split 'trian', {only}"
+    assert last("--eval_strategy", "steps") == f"data 'data' has no split 'test', {only}"
+    assert last("--model_name_or_path", "./typo").startswith("model './typo' cannot be loaded: ")
+    assert datasets.load_dataset is stock, "datasets is as it was"
 
 
 @pytest.mark.parametrize("flags", [[], ["--help"]])

@@ -20,9 +20,10 @@ REFUSED: dict[type[Rule], dict[str, tuple[object, ...]]] = {
         "eps": (0.0, 1e-60),
         "weight_decay": (-0.1, True),
         "moments": ("int4",),
+        "seed": ("x", 1.5),
     },
     Adam: {"eps": (0.0,)},
-    SGD: {"lr": (-1.0,), "momentum": (math.nan,), "dampening": ("much",), "nesterov": (True,)},
+    SGD: {"lr": (-1.0,), "momentum": (math.nan,), "dampening": ("much",), "nesterov": (True, "no")},
     SignSGD: {"lr": (-1,), "weight_decay": (math.nan,)},
     Lion: {"betas": ((0.9, 1.0),), "weight_decay": (-1,)},
     Adafactor: {
@@ -32,8 +33,20 @@ REFUSED: dict[type[Rule], dict[str, tuple[object, ...]]] = {
         "d": (0.5,),
         "weight_decay": (-1.0,),
         "beta1": (1.0,),
+        "relative_step": ("no",),
+        "scale_parameter": (None,),
     },
-    Muon: {"momentum": (1.0,), "ns_steps": (0,), "adjust_lr_fn": ("other",), "betas": ((1, 0),), "lr": (-1,)},
+    Muon: {
+        "momentum": (1.0,),
+        "nesterov": ("no",),
+        "ns_steps": (0, 2.0),
+        "ns_coefficients": ((1, 2, "x"),),
+        "adjust_lr_fn": ("other",),
+        "betas": ((1, 0),),
+        "adamw_eps": (0,),
+        "adamw_for": ("*embed*",),
+        "lr": (-1,),
+    },
 }
 
 
@@ -59,7 +72,14 @@ def test_a_step_that_cannot_be_taken_is_refused(field: str, value: float) -> Non
         Hyper(**{"rule": AdamW(), "step": 1, field: value})
 
 
-GROUPS = [(AdamW, "lr", -1.0), (AdamW, "betas", [1.0, 0.9]), (AdamW, "eps", 0.0), (SGD, "momentum", 0.9)]
+GROUPS = [
+    (AdamW, "lr", -1.0),
+    (AdamW, "lr", "x"),
+    (AdamW, "lr", {}),
+    (AdamW, "betas", [1.0, 0.9]),
+    (AdamW, "eps", 0.0),
+    (SGD, "momentum", 0.9),
+]
 
 
 @pytest.mark.parametrize(("rule", "field", "value"), [*GROUPS, (Adafactor, "beta1", 0.9)])

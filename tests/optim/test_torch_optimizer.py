@@ -272,8 +272,16 @@ def test_numbers_and_vectors_are_kept_as_they_are() -> None:
 
 
 def test_a_closure_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"torch's LBFGS cannot be run: .*'closure'\. Use another class"):
+    with pytest.raises(ConfigError, match=r"torch's LBFGS cannot be run: .*'closure'\. .*use another class"):
         Optim(torch.optim.LBFGS)
+
+
+def test_a_setting_of_a_wrong_type_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"torch's Adagrad cannot be run: .*Its settings are \{'lr': 'x'\}"):
+        Optim(torch.optim.Adagrad, lr="x")
+    rule = Optim(torch.optim.Adagrad)
+    with pytest.raises(ConfigError, match=r"torch's Adagrad's lr is 'x'; it must be a number, such as 0\.01"):
+        rule.with_group({**rule.defaults(), "lr": "x"})
 
 
 @pytest.mark.parametrize(

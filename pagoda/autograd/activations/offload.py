@@ -9,7 +9,7 @@ import torch
 
 from pagoda.autograd.activations.places import Pieces, Place
 from pagoda.autograd.activations.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
-from pagoda.errors import BudgetError, UsageError
+from pagoda.errors import BudgetError, StorageError, UsageError
 from pagoda.interrupts import allowed, without_signals
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.sizes import format_bytes
@@ -138,7 +138,7 @@ class Offloader:
                 assert offloaded.source is not None, "it is not written yet"
                 if storage_use_count(offloaded.source) <= FRESH_USE_COUNT:
                     offloaded.graph.leave(offloaded.activation)
-                    allowed(self._meter.hold_back, self._leaving, offloaded.graph.window)
+                    self._hold_back(offloaded.graph.window)
                 else:
                     self._waiting.append(reference)
         finally:
@@ -162,8 +162,24 @@ class Offloader:
 
     def _settle(self) -> None:
         self._write_free()
-        allowed(self._meter.hold_back, self._leaving, 0)
+        self._hold_back(0)
         self._take_back()
+
+    def _hold_back(self, most: int) -> None:
+        """Wait until at most `most` bytes are on their way. Raises the first error of a write. All writes that fail
+        with it are one outage, and their storages stay in the memory of compute."""
+        try:
+            allowed(self._meter.hold_back, self._leaving, most)
+        except StorageError as error:
+            more = 0
+            for transfer in self._leaving.above(0):
+                try:
+                    allowed(self._meter.wait_for, transfer)
+                except StorageError:
+                    more += 1
+            if more:
+                error.add_note(f"Another {more} of the writes failed with it.")
+            raise
 
     def close(self) -> None:
         """Free all memory and forget all transfers. Lanes have ended, so what they did not bring back is lost."""
