@@ -26,8 +26,8 @@ import pagoda
 from pagoda.plan.buffers import LEAST_RING_SLOTS
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import Budgets
 from pagoda.prepare.construct import describe
 from pagoda.train.config import OptimConfig
 from script import begin, machine, write

@@ -29,7 +29,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.problem import problem_of
-from pagoda.plan.placement import Budgets
+from pagoda.plan.tiers import Budgets
 from pagoda.simulate.hardware import Figure, Hardware
 from script import begin, machine, write
 from step_time import state_on_ssd

@@ -25,9 +25,9 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.rule import Rule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.trace import Access
 from pagoda.prepare.construct import describe
 from pagoda.schedule import event_log

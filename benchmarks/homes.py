@@ -18,7 +18,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.problem import Problem, problem_of
-from pagoda.plan.placement import Budgets
+from pagoda.plan.tiers import Budgets
 
 MODEL = "gpt-16x4096"
 BYTES_OF_STATE = 14

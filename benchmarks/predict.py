@@ -41,8 +41,8 @@ from pagoda.optim.rule import Rule
 from pagoda.plan.buffers import LEAST_RING_SLOTS
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.construct import describe
 from pagoda.simulate.hardware import Hardware

@@ -46,11 +46,10 @@ from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.combinations import check_experts_of_stages, check_features
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE
 from pagoda.plan.second_placement import SecondPlacement
-from pagoda.plan.tiers import SSD
+from pagoda.plan.tiers import SSD, Budgets
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.prepare.compiled import compiled_in_place

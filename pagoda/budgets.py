@@ -15,8 +15,8 @@ from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.ram import filesystem_in_ram, free_ram
 from pagoda.memory.ssd.record import bytes_of_stores
 from pagoda.mesh.world import World
-from pagoda.plan.placement import Budgets
 from pagoda.plan.second_placement import SecondPlacement
+from pagoda.plan.tiers import Budgets
 
 HOST_SHARE = 0.8
 """Share of the free RAM that an open host budget may take. Activations need the rest."""

@@ -27,8 +27,8 @@ from pagoda.plan.combinations import Feature, why_not
 from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.construct import describe
 from pagoda.prepare.operator_tiles import Tiling

@@ -30,8 +30,8 @@ from pagoda.optim import AdamW, Rule
 from pagoda.optim.rule import StateSpec, TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.units import ModuleSpec
 from pagoda.prepare.construct import describe
 from pagoda.prepare.operator_tiles import Tiling

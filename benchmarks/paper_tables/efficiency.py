@@ -6,8 +6,8 @@ from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import Budgets
 from pagoda.simulate.hardware import Cpu, DeviceSpeeds, Figure, Hardware, Link, MatmulRate
 from pagoda.simulate.simulation import simulate
 from paper_tables.common import GB, ROOM, STATES, UNIT_BYTES, tree

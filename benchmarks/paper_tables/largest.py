@@ -16,9 +16,9 @@ from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.exchanges import of_tokens
 from pagoda.plan.layout import Layout
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import Budgets
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.machines import find_machine
 from pagoda.simulate.simulation import simulate

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pagoda.config.memory import Split
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.options import Options
-from pagoda.plan.placement import BOUNCE, CHECKPOINT, VERSIONS, Budgets
+from pagoda.plan.placement import BOUNCE, CHECKPOINT, VERSIONS
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import Budgets
 from paper_tables.common import ROOM, STATES, UNIT_BYTES, gigabytes, tree
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import Budgets
 from paper_tables.common import ROOM, STATES, UNIT_BYTES, gigabytes, tree
 from paper_tables.experiments import TEN_CACHE_SHAPES
 

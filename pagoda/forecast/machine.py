@@ -11,11 +11,10 @@ from pagoda.forecast.activations import ActivationEstimate
 from pagoda.forecast.config import PlanConfig
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
-from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import shared
 from pagoda.plan.second_placement import left_for_pages
-from pagoda.plan.tiers import DEVICE, HOST
+from pagoda.plan.tiers import DEVICE, HOST, Budgets
 from pagoda.simulate.hardware import Figure, Hardware
 from pagoda.simulate.machines import AUTO, hardware_named
 

@@ -17,10 +17,9 @@ from pagoda.plan.activations import NO_BLOCKS, ActivationPlan, Policy, StepSizes
 from pagoda.plan.exchanges import ROWS, Exchange, of_gradients, of_heads, of_rows, of_sums, of_tokens
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
-from pagoda.plan.tiers import HOST
+from pagoda.plan.tiers import HOST, Budgets
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.passes import first_passes, pass_begins

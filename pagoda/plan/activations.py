@@ -10,8 +10,8 @@ from pagoda.errors import BudgetError
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import Layout
-from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
-from pagoda.plan.tiers import HOST, SSD
+from pagoda.plan.placement import ACTIVATIONS, Placement
+from pagoda.plan.tiers import HOST, SSD, Budgets
 from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 LEAST_OFFLOADED_BYTES = 64 << 10

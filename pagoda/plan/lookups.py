@@ -5,8 +5,8 @@ Rows are far fewer bytes than the weights, which need no lease then. PatrickStar
 
 from pagoda.errors import ConfigError
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.units import ModuleSpec
 
 

@@ -25,10 +25,9 @@ from pagoda.plan.placement import (
     SERVING,
     STAGING,
     VERSIONS,
-    Budgets,
     Placement,
 )
-from pagoda.plan.tiers import DEVICE, HOST, SSD
+from pagoda.plan.tiers import DEVICE, HOST, SSD, Budgets
 from pagoda.plan.units import UnitSpec
 
 MOVED_SHARE = 4

@@ -39,16 +39,6 @@ MEANING: Mapping[str, str] = {
 """What a line holds that is not the home of a state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Bytes that each tier may use. `device` is None if device and host are the same RAM, and `ssd` if there is
-    none."""
-
-    host: int
-    device: int | None = None
-    ssd: int | None = None
-
-
 @dataclass(frozen=True)
 class Placement:
     """The home of every extent, and the pages of every line of the plan.

@@ -19,10 +19,10 @@ from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.lookups import largest_lookups, lookups_asked
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
-from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, STAGING, Budgets, Placement
+from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, STAGING, Placement
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
-from pagoda.plan.tiers import BUDGETED, DEVICE, HOST, RANKS, SSD
+from pagoda.plan.tiers import BUDGETED, DEVICE, HOST, RANKS, SSD, Budgets
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, first_limit, forward_uses, is_within
 

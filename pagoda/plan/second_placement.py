@@ -16,9 +16,9 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import LEASES, Budgets
+from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import DEVICE, HOST
+from pagoda.plan.tiers import DEVICE, HOST, Budgets
 
 _MARGIN = 0.2
 """A reserve for later steps, as a part of what was measured."""

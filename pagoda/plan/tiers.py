@@ -1,5 +1,6 @@
-"""Tiers: the memories that hold states."""
+"""Tiers: the memories that hold states, and their budgets."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -17,3 +18,13 @@ class Tier(StrEnum):
 DEVICE, HOST, SSD, RANKS = map(str, Tier)
 BUDGETED = (DEVICE, HOST, SSD)
 """Tiers with a budget, in the order in which tables show them and `place` checks them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that each tier of `BUDGETED` may use, by its name. `device` is None if device and host are the same RAM,
+    and `ssd` if there is none."""
+
+    host: int
+    device: int | None = None
+    ssd: int | None = None

@@ -9,9 +9,9 @@ import torch
 
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.plan.buffers import PIECE_ELEMENTS
-from pagoda.plan.placement import LEASES, Budgets
+from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
-from pagoda.plan.tiers import HOST
+from pagoda.plan.tiers import HOST, Budgets
 from pagoda.plan.units import ModuleSpec
 from pagoda.ranks.transport import Transport
 

@@ -10,10 +10,9 @@ from pagoda.errors import BudgetError
 from pagoda.optim import AdamW
 from pagoda.plan.layout import Layout
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
-from pagoda.plan.tiers import DEVICE
+from pagoda.plan.tiers import DEVICE, Budgets
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
 from pagoda.simulate.hardware import Cpu, DeviceSpeeds, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers

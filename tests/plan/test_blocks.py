@@ -10,9 +10,8 @@ from pagoda.optim.muon import Muon
 from pagoda.optim.rule import Rule
 from pagoda.plan.blocks import UnitBlocks, stream_plan
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.tiers import SSD
+from pagoda.plan.tiers import SSD, Budgets
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from tests.plan.strategies import LARGE, STATES
 from tests.plan.test_planner import tower

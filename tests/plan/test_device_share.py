@@ -16,10 +16,10 @@ from pagoda.optim import Muon
 from pagoda.plan.device_updates import on_device
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import LEASES, VERSIONS, Budgets
+from pagoda.plan.placement import LEASES, VERSIONS
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
-from pagoda.plan.tiers import DEVICE, SSD
+from pagoda.plan.tiers import DEVICE, SSD, Budgets
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.simulate.hardware import Link
 from pagoda.simulate.simulation import simulate

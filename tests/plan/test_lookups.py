@@ -8,9 +8,9 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.plan.exchanges import of_rows
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.simulate.simulation import simulate
 

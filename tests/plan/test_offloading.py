@@ -10,9 +10,9 @@ from pagoda.errors import BudgetError
 from pagoda.plan.activations import ActivationPlan, BlockSizes, Policy, StepSizes, Storages, window_of
 from pagoda.plan.lanes import LaneName
 from pagoda.plan.options import Options
-from pagoda.plan.placement import ACTIVATIONS, VERSIONS, Budgets
+from pagoda.plan.placement import ACTIVATIONS, VERSIONS
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.tiers import HOST, SSD
+from pagoda.plan.tiers import HOST, SSD, Budgets
 from pagoda.plan.trace import Phase
 from pagoda.plan.traffic import activations_at
 from pagoda.simulate.hardware import Hardware, Link

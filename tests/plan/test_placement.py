@@ -10,9 +10,9 @@ from pagoda.errors import BudgetError
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
 from pagoda.plan.place import place
-from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, VERSIONS, Budgets, Placement
+from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, VERSIONS, Placement
 from pagoda.plan.planner import make_plan
-from pagoda.plan.tiers import DEVICE, HOST, SSD
+from pagoda.plan.tiers import DEVICE, HOST, SSD, Budgets
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
 from .strategies import LARGE, STATES, Draw, layouts, unit

@@ -11,9 +11,9 @@ from pagoda.plan.buffers import BLOCK_ELEMENTS
 from pagoda.plan.lanes import update_threads
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options, Split
-from pagoda.plan.placement import LEASES, STAGING, Budgets
+from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.tiers import DEVICE, HOST, SSD
+from pagoda.plan.tiers import DEVICE, HOST, SSD, Budgets
 from pagoda.plan.traffic import bytes_written_to_ssd, traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
 

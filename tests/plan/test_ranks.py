@@ -15,10 +15,10 @@ from pagoda.plan.collective import MESSAGE_BYTES, reduce_buffers
 from pagoda.plan.exchanges import of_heads, of_stage, of_tokens
 from pagoda.plan.lanes import LaneName
 from pagoda.plan.options import Options
-from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
+from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks, ring_bytes
-from pagoda.plan.tiers import DEVICE, HOST
+from pagoda.plan.tiers import DEVICE, HOST, Budgets
 from pagoda.plan.trace import Phase, gradients_of
 from pagoda.plan.traffic import exchanges_at, traffic_of
 from pagoda.plan.units import ModuleSpec

@@ -14,10 +14,10 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim import SGD, AdamW
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import LEASES, VERSIONS, Budgets
+from pagoda.plan.placement import LEASES, VERSIONS
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
-from pagoda.plan.tiers import DEVICE, HOST, SSD
+from pagoda.plan.tiers import DEVICE, HOST, SSD, Budgets
 from pagoda.plan.units import ModuleSpec
 
 from .strategies import LARGE, Draw, large_trees

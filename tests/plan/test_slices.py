@@ -12,10 +12,10 @@ import pagoda
 from pagoda.optim.rule import Rule
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, Stage
 from pagoda.plan.slices import ParameterRange, whole_slices
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.units import ALIGN_ELEMENTS, ModuleSpec, ParamSpec
 
 PAGE = 4096

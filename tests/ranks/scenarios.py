@@ -39,9 +39,9 @@ from pagoda.models import build_model
 from pagoda.optim.rule import TensorRule
 from pagoda.optim.warm import warm_up as warm_up_kernels
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.tiers import Budgets
 from pagoda.prepare.construct import describe
 from pagoda.ranks.experts import ExpertExchange
 from pagoda.ranks.gathering import SharedWeights

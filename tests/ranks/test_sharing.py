@@ -13,10 +13,9 @@ from pagoda.mesh.world import World
 from pagoda.optim import AdamW
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.tiers import HOST
+from pagoda.plan.tiers import HOST, Budgets
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.ranks.gathering import SharedWeights
 from pagoda.runtime.device import Device

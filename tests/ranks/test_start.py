@@ -8,9 +8,9 @@ import pytest
 
 import pagoda
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, Stage
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.ranks.start import agreed_plan
 

@@ -25,8 +25,8 @@ from pagoda.optim.rule import DTYPES
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import Budgets
 from pagoda.prepare.construct import describe
 
 from .conftest import Wrap

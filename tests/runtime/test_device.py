@@ -18,8 +18,8 @@ from pagoda.optim.rule import DTYPES, PRECISIONS
 from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.traffic import traffic_of
 from pagoda.prepare.construct import describe
 from pagoda.runtime.device import Device

@@ -19,7 +19,8 @@ from pagoda.memory.ssd.tier import SSDTier
 from pagoda.plan.buffers import BOUNCE_ELEMENTS
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
-from pagoda.plan.placement import STAGING, Budgets
+from pagoda.plan.placement import STAGING
+from pagoda.plan.tiers import Budgets
 from pagoda.prepare.construct import describe
 from pagoda.runtime import gradients
 

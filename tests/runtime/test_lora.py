@@ -18,7 +18,7 @@ from zoo import PAGE, assert_equal, least_host, losses_of
 import pagoda
 from pagoda.integrations import Paging
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
+from pagoda.plan.tiers import Budgets
 from pagoda.prepare.construct import describe
 
 from .conftest import Wrap

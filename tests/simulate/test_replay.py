@@ -8,8 +8,8 @@ from pairwise import each_once
 from live_durations import replay
 from pagoda.plan.lanes import LaneName
 from pagoda.plan.options import Options
-from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.tiers import Budgets
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.simulate.hardware import Drive
 from pagoda.simulate.simulation import simulate

@@ -25,10 +25,10 @@ from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.lanes import LANES, LaneName
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options, Split
-from pagoda.plan.placement import VERSIONS, Budgets
+from pagoda.plan.placement import VERSIONS
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.tiers import HOST, SSD
+from pagoda.plan.tiers import HOST, SSD, Budgets
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
