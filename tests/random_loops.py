@@ -184,9 +184,12 @@ class Case:
 
     @property
     def is_other(self) -> bool:
-        """Whether it has other numbers or parameters than plain PyTorch, of which functions may raise."""
+        """Whether it has other numbers or parameters than plain PyTorch, of which functions may raise. With other bits,
+        other experts may have gradients."""
         of = self.settings
-        return of["dtype"] == "fp16" or of["update"] in ("async", "predicted") or of["tiles"] is not None
+        if of["dtype"] == "fp16" or of["update"] in ("async", "predicted") or of["tiles"] is not None:
+            return True
+        return "experts" in self.blocks and not self.is_plain
 
     @property
     def is_plain(self) -> bool:
@@ -517,12 +520,15 @@ def set_groups(of: Loop, **settings: float) -> None:
 
 
 def noting(use: Callable[[Loop], Any]) -> Action:
-    """Note what a use of `optimizer.state` returns. Entries are in the order of parameters, not of their first step."""
+    """Note what a use of `optimizer.state` returns. Entries are in the order of parameters, not of their first step.
+    Those without states are dropped, as state dicts of Pagoda have none."""
 
     def noted(of: Loop) -> None:
         state = of.optimizer.state
         for param in [param for param in of.params if param in state]:
-            state[param] = state.pop(param)
+            entry = state.pop(param)
+            if entry:
+                state[param] = entry
         of.note(use(of))
 
     return noted

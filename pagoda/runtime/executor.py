@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from pagoda.errors import BudgetError, NonFiniteGradientError, PagodaError, StorageError
 from pagoda.memory.page import PageRun
 from pagoda.parameters.unit import LiveUnit
@@ -72,9 +74,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         gradients = self._gradients
-        self.driver = Driver(
-            self._scheduler, lambda op: self._do[type(op)](op), self.damage, gradients.meter.hold, self.abandon
-        )
+        self.driver = Driver(self._scheduler, self._execute, self.damage, gradients.meter.hold, self.abandon)
         self._asynchronous = self._store.plan.options.asynchronous
         self._do: dict[type[Operation], Callable[[Any], None]] = {
             Fetch: self._fetch,
@@ -93,6 +93,10 @@ class Executor:
             ReadAhead: lambda op: self.updates.read_ahead(op.unit),
             Share: self._share,
         }
+
+    def _execute(self, operation: Operation) -> None:
+        with torch.inference_mode(False):  # else leases that begin during an inference could not train
+            self._do[type(operation)](operation)
 
     # --- what compute asks ---
 

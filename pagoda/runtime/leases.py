@@ -140,13 +140,12 @@ class Fetcher:
         whole_pages = pages_for(unit.spec.numel * dtype.itemsize, page) * page
         self._filling = [(taken, handle) for taken, handle in self._filling if not handle.done]
         earlier = tuple(h for taken, h in self._filling if taken.start < run.stop and run.start < taken.stop)
-        with torch.inference_mode(False):  # a lease may outlive the inference that asked for it
-            frames = self._region.part(run)
-            base = frames.tensor(dtype, unit.spec.numel)
-            target = frames.tensor(torch.uint8, whole_pages)
-            ready = self._fill(unit, target, self._freed, (*after, *earlier), source)
-            if self._gather is not None:
-                ready = self._gather(unit, frames.tensor(dtype), ready, self._freed)
+        frames = self._region.part(run)
+        base = frames.tensor(dtype, unit.spec.numel)
+        target = frames.tensor(torch.uint8, whole_pages)
+        ready = self._fill(unit, target, self._freed, (*after, *earlier), source)
+        if self._gather is not None:
+            ready = self._gather(unit, frames.tensor(dtype), ready, self._freed)
         self._add(lease, LeasedWeights(unit, base, ready))
         return ready
 

@@ -416,6 +416,26 @@ def test_a_modified_parameter_is_read_by_the_next_forward_and_kept_by_the_next_u
         assert torch.equal(model.state_dict()[frozen], torch.full(params[frozen].shape, 0.25, dtype=torch.bfloat16))
 
 
+USES: dict[str, Callable[[nn.Module, PagedOptimizer], object]] = {
+    "synchronize": lambda model, optimizer: optimizer.synchronize(),
+    "step": lambda model, optimizer: optimizer.step(),
+    "write": lambda model, optimizer: next(model.parameters()).mul_(1.0),
+    "load": lambda model, optimizer: model.load_state_dict(model.state_dict()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weights_that_an_inference_brought_can_be_trained(wrap: Wrap, use: str) -> None:
+    model, optimizer = wrap(Recipe("plain").build(), RESIDENT, update="async")
+    generator = seeded()
+    steps(model, optimizer, generator)
+    if use == "step":
+        loss_of(model, generator).backward()
+    with torch.inference_mode():
+        USES[use](model, optimizer)
+    steps(model, optimizer, generator, 3)
+
+
 def test_a_step_that_is_interrupted_or_not_finite_is_dropped_alone(wrap: Wrap) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

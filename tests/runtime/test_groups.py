@@ -233,7 +233,7 @@ def test_adding_what_has_no_room_is_refused_by_name(wrap: Wrap) -> None:
     ):
         with pytest.raises(pagoda.UsageError, match=message):
             optimizer.add_param_group({"params": params})
-    with pytest.raises(pagoda.ConfigError, match="AdamW lr is '0.1'"):
+    with pytest.raises(pagoda.ConfigError, match=r"AdamW lr is '0\.1'"):
         optimizer.add_param_group({"params": [], "lr": "0.1"})
     assert len(optimizer.param_groups) == 1
     model.layers[0].requires_grad_(True)
