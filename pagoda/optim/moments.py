@@ -4,6 +4,9 @@ An update decodes both moments to fp32, takes the step of `adamw` with them, and
 computed before encoding. A parameter's state, without its bf16 weight, takes 10 bytes with fp32 moments, 6 with "bf16"
 moments, and 4 with "8bit" moments, whose floors take another 1/32. 2 of these bytes are the low half of the master.
 
+`MOMENT_FORMATS` has a format's states. It also needs its arithmetic (`arithmetic.py`), kernels (`kernels.py`,
+`triton_updates.py`), and the conversion of whole moments (`flat.py`).
+
 **Stochastic rounding.** With beta2 = 0.999 a second moment may change by a thousandth of itself in a step, but
 neighbouring bf16 values differ by at least 1/256, and neighbouring 8-bit values by 1/16. Rounding to nearest would
 often leave it unchanged. So both formats cut off the lowest bits of the fp32 value, and round up with a probability

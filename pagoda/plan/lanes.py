@@ -12,7 +12,7 @@ class LaneName(StrEnum):
     COMPUTE = "compute"
     """The thread that runs the model."""
     H2D = "h2d"
-    """From RAM to the device."""
+    """From RAM to leases on the device. Updates there copy in streams of their own, and only count their bytes here."""
     D2H = "d2h"
     SSD_READ = "ssd_read"
     SSD_WRITE = "ssd_write"
