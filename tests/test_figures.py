@@ -127,12 +127,10 @@ def in_benchmarks() -> Iterator[str]:
 
 def in_targets() -> Iterator[str]:
     """The texts of docs/internals/targets.md that have figures of a result file."""
-    llama = [regrets("llama-15m", *case) for case in (("SSD state", False), ("SSD state", True), ("all on SSD", False))]
-    yield f"`llama-15m`, moments on SSD: {llama[0]}, and with clipping {llama[1]} (target 3%, **missed**)"
-    yield f"Everything on SSD: {llama[2]}, **missed**."
-    llama = [regrets("llama-110m", place, clip) for place in ("SSD state", "all on SSD") for clip in (False, True)]
-    yield f"`llama-110m`, moments on SSD: {llama[0]}, and with clipping {llama[1]}"
-    yield f"Everything on SSD: {llama[2]}, **missed**, and with clipping {llama[3]}."
+    for model, missed in (("llama-15m", ""), ("llama-110m", " (target 3%, **missed**)")):
+        llama = [regrets(model, place, clip) for place in ("SSD state", "all on SSD") for clip in (False, True)]
+        yield f"`{model}`, moments on SSD: {llama[0]}, and with clipping {llama[1]}{missed}."
+        yield f"Everything on SSD: {llama[2]}, and with clipping {llama[3]}."
     ratios = {of["name"]: of["ratio"] for of in results("cpu_update")["figures"] if "ratio" in of}
     rules = [
         f"{rule} {dtype}" for rule in ("adamw", "adam", "sgd", "sgd momentum", "lion") for dtype in ("bf16", "fp32")
