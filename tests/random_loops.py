@@ -184,12 +184,9 @@ class Case:
 
     @property
     def is_other(self) -> bool:
-        """Whether it has other numbers or parameters than plain PyTorch, of which functions may raise. With other bits,
-        other experts may have gradients."""
+        """Whether it has other numbers or parameters than plain PyTorch, of which functions may raise."""
         of = self.settings
-        if of["dtype"] == "fp16" or of["update"] in ("async", "predicted") or of["tiles"] is not None:
-            return True
-        return "experts" in self.blocks and not self.is_plain
+        return of["dtype"] == "fp16" or of["update"] in ("async", "predicted") or of["tiles"] is not None
 
     @property
     def is_plain(self) -> bool:
@@ -676,7 +673,7 @@ def checked(case: Case, refusals: Counter[str]) -> str | None:
             action = (*case.program, "the last step")[index]
             if isinstance(error, pagoda.PagodaError):
                 refusals[f"{action}: {general(error)}"] += 1
-            elif place is not None and not (place == REFERENCE and case.is_other):
+            elif place is not None and not (place == REFERENCE and (case.is_other or "experts" in case.blocks)):
                 return f"{action}: {error!r}"
             if index == len(case.program):
                 return None
