@@ -24,9 +24,9 @@ from zoo import VOCABULARY, Recipe, batch, loss_of
 import pagoda
 from cuda_stand_in.collectives import install_collectives
 from cuda_stand_in.plugin import native
+from pagoda import engine
 from pagoda.memory import cuda
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.gradients import GradientBuffers
 
 pytestmark = pytest.mark.gpu
 
@@ -248,7 +248,7 @@ def test_ram_is_unlocked_when_wrap_fails_after_it_was_locked(tmp_path: Path, mon
     recipe = Recipe("llama")
     gc.collect()
     before = native.pinned()
-    monkeypatch.setattr(GradientBuffers, "__init__", fail)
+    monkeypatch.setattr(engine, "open_lanes", fail)
     with pytest.raises(pagoda.StorageError, match="gone"):
         pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=memory(FEW, tmp_path, recipe), precision="bf16")
     gc.collect()

@@ -21,6 +21,7 @@ SEGMENT_BYTES = 2 << 20
 def install() -> ModuleType:
     """Make `torch.cuda` that of the stand-in, and return the native module. Raises CalledProcessError."""
     assert "torch" not in sys.modules, "torch asks once, when it is imported, whether there is CUDA"
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # not installed, as its own code calls CUDA
     library = build()
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch_python.so"):
         ctypes.CDLL(str(torch_root() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
@@ -33,8 +34,9 @@ def install() -> ModuleType:
     spec.loader.exec_module(native)
     for name, value in _torch_cuda(native).items():
         setattr(torch.cuda, name, value)
+        if hasattr(torch.cuda.random, name):
+            setattr(torch.cuda.random, name, value)
     torch._C._cuda_clearCublasWorkspaces = lambda: None
-    torch._C._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes takes it when it is imported
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU's attention is what the stand-in's is
     _use_kernels_of_the_cpu(native)
     round_fused_once()
