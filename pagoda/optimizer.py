@@ -377,7 +377,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.wait_for_checkpoint()
             with self._engine.alone():
                 self._engine.accesses.take_changes()
-                self._snapshot.save(path, named(self.param_groups), extra or {}, old, on_error, on_complete)
+                self._snapshot.save(path, named(self.param_groups), extra, old, on_error, on_complete)
             if wait:
                 self.wait_for_checkpoint()
 

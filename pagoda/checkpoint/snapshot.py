@@ -70,7 +70,7 @@ class Snapshot:
         self,
         directory: Path,
         groups: list[dict[str, Any]],
-        extra: dict[str, Any],
+        extra: dict[str, Any] | None,
         replaces: Sequence[Path] = (),
         on_error: Callable[[Exception], None] | None = None,
         on_complete: Callable[[], None] | None = None,
@@ -81,6 +81,9 @@ class Snapshot:
         called on the first rank once this one is complete, then the checkpoints in `replaces` are deleted. `on_error`:
         see `Saver.start`. Raises UsageError if updates during backward have already changed the state since `step()`.
         """
+        extra = {} if extra is None else extra
+        require(isinstance(extra, dict), "extra", extra, "a dictionary")
+        _check_json("extra", extra)
         self._engine.check_between_steps()
         check_absent(directory)
         self._warn_of_growth()
@@ -108,8 +111,6 @@ class Snapshot:
             "model": model_record(self._model),
             "extra": extra,
         }
-        require(isinstance(extra, dict), "extra", extra, "a dictionary")
-        _check_json("extra", extra)
         for number, group in enumerate(content["param_groups"]):
             _check_json(f"param_groups[{number}]", group)
         if contents.late:

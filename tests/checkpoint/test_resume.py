@@ -230,8 +230,9 @@ def test_extra_comes_back_as_it_was_and_must_be_json(tmp_path: Path) -> None:
     for bad in (torch.ones(2), {"deep": [object()]}, {(1, 2): 3}, circle):
         with pytest.raises(pagoda.ConfigError, match=r"extra\['bad'\] cannot be saved: .* Give text, numbers"):
             run.optimizer.save_checkpoint(tmp_path / "other", {"good": 1, "bad": bad}, replaces=[tmp_path / "step"])
-    with pytest.raises(pagoda.ConfigError, match="extra is 'best'; it must be a dictionary"):
-        run.optimizer.save_checkpoint(tmp_path / "other", extra="best")
+    for bad in ("best", []):
+        with pytest.raises(pagoda.ConfigError, match="extra is .*; it must be a dictionary"):
+            run.optimizer.save_checkpoint(tmp_path / "other", extra=bad)
     run.optimizer.param_groups[0]["note"] = torch.ones(2)
     with pytest.raises(pagoda.ConfigError, match=r"param_groups\[0\]\['note'\] cannot be saved: "):
         run.optimizer.save_checkpoint(tmp_path / "other", wait=False)
