@@ -231,7 +231,7 @@ def test_extra_comes_back_as_it_was_and_must_be_json(tmp_path: Path) -> None:
         with pytest.raises(pagoda.ConfigError, match=r"extra\['bad'\] cannot be saved: .* Give text, numbers"):
             run.optimizer.save_checkpoint(tmp_path / "other", {"good": 1, "bad": bad}, replaces=[tmp_path / "step"])
     for bad in ("best", []):
-        with pytest.raises(pagoda.ConfigError, match="extra is .*; it must be a dictionary"):
+        with pytest.raises(pagoda.ConfigError, match=r"extra is .*; it must be a dictionary"):
             run.optimizer.save_checkpoint(tmp_path / "other", extra=bad)
     run.optimizer.param_groups[0]["note"] = torch.ones(2)
     with pytest.raises(pagoda.ConfigError, match=r"param_groups\[0\]\['note'\] cannot be saved: "):
