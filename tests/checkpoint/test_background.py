@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,12 +49,12 @@ def moves(monkeypatch: Patch) -> list[int]:
     return calls
 
 
-def let_updates_overtake(monkeypatch: Patch, kept: list[int]) -> None:
-    """The writer goes on once an update has overtaken it, or after 20 seconds."""
+def hold_the_writer(monkeypatch: Patch, until: Callable[[], bool]) -> None:
+    """No piece is written before `until()`, or for 20 seconds."""
     write, end = TensorWriter.write, time.monotonic() + 20
 
     def behind(self: TensorWriter, name: str, piece: int, data: memoryview) -> None:
-        while not kept and time.monotonic() < end:
+        while not until() and time.monotonic() < end:
             time.sleep(0.002)
         write(self, name, piece, data)
 
@@ -63,13 +64,13 @@ def let_updates_overtake(monkeypatch: Patch, kept: list[int]) -> None:
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("place", ["resident", "on_ssd"])
 def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Path, monkeypatch: Patch) -> None:
-    kept = moves(monkeypatch)
-    if place == "resident":
-        let_updates_overtake(monkeypatch, kept)
+    kept, returned = moves(monkeypatch), threading.Event()
+    hold_the_writer(monkeypatch, lambda: bool(kept) if place == "resident" else returned.is_set())
     run = Run(LLAMA, PLACES[place](LLAMA, tmp_path)).train(0, HALF)
     run.save(tmp_path / "step", wait=False)
     assert run.optimizer.checkpoint_pending
     assert not (tmp_path / "step").exists()
+    returned.set()
     run.goes_on()
     if place == "resident":
         assert kept, "updates overtook the writer"
