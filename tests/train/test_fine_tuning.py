@@ -168,7 +168,9 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
     assert "not on the sequences of before: the best" in shown
     best = min(evals[-2:], key=lambda line: line["loss"])["step"]
     assert RunDir(config.output_dir).named("best").step == best
-    assert [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()] == sorted({best, last + 3})
+    kept = [checkpoint.step for checkpoint in RunDir(config.output_dir).all_checkpoints()]
+    assert {best, last + 3} <= {*kept}
+    assert len(kept) == 2  # the best may be the last one
 
 
 WRONG = {
