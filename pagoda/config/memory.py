@@ -38,9 +38,13 @@ class Split:
     `device_update_share`, if RAM holds the rest, the GPU is home to weights first, then to gradients, then to moments
     of the parameters that it updates. None: it is home to whole units as far as all weights of the others can still be
     leased at once. If not all can, it is home to mostly frozen units, such as layers with adapters."""
+    device_speculated_share: float = 0.75
+    """Largest share of those parameters that are updated before it is known whether gradients are clipped, if the GPU
+    is home to states of parameters that it updates. It then has another version of their weights. More of them keep the
+    link busy during backward, and fewer leave more memory to states."""
 
     def __post_init__(self) -> None:
-        for name in ("device_update_share", "device_home_share"):
+        for name in ("device_update_share", "device_home_share", "device_speculated_share"):
             share = getattr(self, name)
             in_range = is_finite(share) and 0 <= share <= 1
             open_ = share is None and name == "device_home_share"

@@ -12,7 +12,9 @@ from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.lanes import LaneName
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
+from pagoda.plan.placement import VERSIONS
 from pagoda.plan.planner import Plan
+from pagoda.plan.tiers import DEVICE
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import Timeline
 
@@ -22,6 +24,8 @@ _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of the default."""
 _MOST_UPDATES = 0.75
 """Share of updates on the device that is tried if the device is also home to a part of their states."""
+_SPECULATED = 0.6, 0.4
+"""Shares of these that are tried as updates before it is known whether gradients are clipped."""
 _WHOLE = 2
 """Number of kinds of plans that are tried on the whole model after the comparison on a part of the layers."""
 _WORTH = 0.03
@@ -124,7 +128,7 @@ def search(problem: Problem) -> Choice:
 def _compare(problem: Problem, found: list[Candidate]) -> None:
     """Try all other plans and add them to the default one."""
     fastest = default = found[0]
-    for variations in (_unit_limits, _page_sizes, _device_updates):
+    for variations in (_unit_limits, _page_sizes, _device_updates, _speculated_shares):
         for name, options in variations(problem, fastest):
             if _is_best(problem, _fastest(found)):
                 return
@@ -187,6 +191,14 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     for share in sorted({round(even, 2), _MOST_UPDATES, 1.0} - {0.0}):
         name = f"{share:.0%} of the updates on the device, which is home to what moves most of their states"
         yield name, _with_split(fastest, device_update_share=share, device_home_share=1.0)
+
+
+def _speculated_shares(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    """Smaller shares of early updates. If the link binds, fewer are enough to keep it busy during backward."""
+    if problem.options.split is None and fastest.plan.placement.pages(DEVICE, VERSIONS):
+        for share in _SPECULATED:
+            name = f"{share:.0%} of them before it is known whether gradients are clipped"
+            yield name, _with_split(fastest, device_speculated_share=share)
 
 
 def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:

@@ -33,10 +33,6 @@ from pagoda.plan.units import UnitSpec
 MOVED_SHARE = 4
 """New versions of states in RAM during a checkpoint get at most one page for this many pages of states. Most states are
 written before their next update."""
-SPECULATED_SHARE = 0.75
-"""Share of the units with weights on the device, and other states elsewhere, that are updated speculatively. A second
-version of weights takes memory from states. The last units pass the device during the next forward, which takes about a
-quarter of a step."""
 
 
 def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int = 2) -> Placement:
@@ -77,7 +73,7 @@ def _place_by_state(make: Callable[..., "_Placer"], layout: Layout, options: Opt
     split, speculated = options.split or DEFAULT_SPLIT, frozenset[int]()
     if options.may_speculate:
         updated = on_device(trained, split.device_update_share)
-        speculated = on_device([unit for unit in trained if unit.index in updated], SPECULATED_SHARE)
+        speculated = on_device([unit for unit in trained if unit.index in updated], split.device_speculated_share)
     while True:
         placer = make(two_versions=speculated)
         if placer.needed_in_memory() <= placer.host:

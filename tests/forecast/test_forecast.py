@@ -116,6 +116,15 @@ def test_the_searched_plan_is_clearly_faster_than_the_usual_one() -> None:
     assert searched.timeline.step_s < 0.99 * usual.timeline.step_s
 
 
+def test_exact_clipping_costs_a_step_of_a_model_beyond_the_gpu_at_most_5_percent() -> None:
+    """The link binds, so fewer updates are speculative than if compute did."""
+    config = PlanConfig(model="llama3.1-8b", hardware="h100", max_length=8192, per_device_train_batch_size=1)
+    machine = find_machine_for(config)
+    clipped, free = (forecast(replace(config, max_grad_norm=norm), machine) for norm in (1.0, 0.0))
+    assert clipped.timeline.step_s < 1.05 * free.timeline.step_s
+    assert 0 < clipped.choice.best.options.split.device_speculated_share < 0.75
+
+
 def computing(flop_per_s: float) -> Machine:
     """A machine that reaches this rate of bf16 matrix products."""
     rate = MatmulRate(figure(2 * flop_per_s), figure(flop_per_s))

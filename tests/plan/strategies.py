@@ -97,6 +97,7 @@ def plans(draw: Draw, separate: bool, shares: bool = False, ranks: Ranks = ALONE
         split=Split(
             device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate,
             device_home_share=draw(st.sampled_from([0.0, 0.5, 1.0])) * separate,
+            device_speculated_share=draw(st.sampled_from([0.0, 0.75, 1.0])),
         )
         if shares
         else None,

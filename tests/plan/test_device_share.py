@@ -132,6 +132,9 @@ def test_the_device_has_two_versions_of_weights_only_where_ram_has_two_of_the_ot
     assert device.get(VERSIONS, 0) == plan.page_bytes * sum(plan.layout.pages(plan.units[u], "weight") for u in there)
     passing = placement.passing & placement.units_with(DEVICE, ["weight"])
     assert (0.5 < len(there) / len(passing) < 1) is (host == 20)
+    fewer = replace(options, split=replace(split, device_speculated_share=0.4))
+    placement = make_plan(root, STATES["bf16"], plan.budgets, fewer).placement
+    assert len(placement.speculated & placement.units_with(DEVICE, ["weight"])) < len(there) or host < 20
     of_a_unit = max(sum(plan.layout.pages(unit, s.name) for s in plan.layout.states) for unit in plan.units)
     assert plan.budgets.device - plan.peak_bytes[DEVICE] < of_a_unit * plan.page_bytes, "no more is left unused"
 

@@ -214,7 +214,11 @@ class Program:
         least = (0.05 + 1.5 * rules.scarce) * (16 * sum(map(sum, rules.sizes)) + (1 << 16))
         split = None
         if rules.device and rules.device_updates:
-            split = pagoda.Split(device_update_share=rules.device_updates, device_home_share=float(rules.homes))
+            split = pagoda.Split(
+                device_update_share=rules.device_updates,
+                device_home_share=float(rules.homes),
+                device_speculated_share=1.0,
+            )
         states = 16 * sum(map(sum, rules.sizes)) if rules.homes else 0
         device = {"device": int(least / 2 + 0.5 * states)} if rules.device else {}
         return {"host": int(least + 2 * states), **device}, split

@@ -34,7 +34,6 @@ from pagoda.autograd.activations import places as activation_places
 from pagoda.memory.ssd import checked_file, store as ssd_store
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.world import World as Processes
-from pagoda.plan import place
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import Ranks
 from pagoda.prepare import construct
@@ -191,7 +190,6 @@ class World:
             (updaters, "update_kernel", pauses(updaters.update_kernel)),
             (runtime_gradients, "_WORTH_BYTES", 2048 if self.rules.small_pieces else 256 << 10),
             (schedule_updates, "CALM_STEPS", 1),
-            (place, "SPECULATED_SHARE", 1.0),
             (activation_places, "_GROWTH_BYTES", 4096),
             (lanes, "INLINE_BYTES", 128 << 10 if self.rules.inline else 0),
         ]
