@@ -517,13 +517,13 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "updates that wait for compute take the places of others": (
-            "        if self._leases.in_use(unit):\n            return True\n",
+            "        if self._leases.blocks_update(unit):\n            return True\n",
             "",
             "schedule/test_schedule.py",
         ),
         "whether an update is early depends on a rank's fetches": (
             "if not free or self._leases.uses(",
-            "if not free or self._leases.in_use(",
+            "if not free or self._leases.blocks_update(",
             "schedule/test_ranks.py",
         ),
         "updaters wait for each other": (
@@ -599,7 +599,7 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "schedule/test_schedule.py",
         ),
         "old leases outlive what has been restored": (
-            "            weights.edition += 1\n            self.leases.changed(unit)\n",
+            "            weights.edition += 1\n            self.leases.outdate(unit)\n",
             "            weights.edition += 1\n",
             "schedule/test_schedule.py",
         ),

@@ -182,8 +182,8 @@ class Snapshot:
                 content["hashes"] = files.finish()
                 if any(kept.names.values()):
                     mine = None
-                    if capture.frozen is not None:
-                        mine = capture.frozen.commit(finished(directory), content["id"]), list(kept.units.values())
+                    if capture.snapshot is not None:
+                        mine = capture.snapshot.commit(finished(directory), content["id"]), list(kept.units.values())
                     saved = {state.name: state.dtype for state in self._engine.plan.saved_states}
                     dtypes = {name: saved[name] for name in content["states"]}
                     content[PAGED] = joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
@@ -197,8 +197,8 @@ class Snapshot:
             self._remove(replaces, files)
         finally:
             self._engine.end_capture(capture)
-            if capture.frozen is not None:  # last: stores may wait for slots of replaced checkpoints
-                capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
+            if capture.snapshot is not None:  # last: stores may wait for slots of replaced checkpoints
+                capture.snapshot.close() if complete or files.may_exist else capture.snapshot.release()
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
         """Delete checkpoints. Each rank frees the slots that they occupy in its own store. The new checkpoint is

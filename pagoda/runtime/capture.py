@@ -49,7 +49,7 @@ class Capture:
     """The states of every unit after the last `step()`. Writers take them piece by piece.
 
     The scheduler says when a unit is read, and from which runs. No update changes these until `read`'s handle ends.
-    States on SSD whose pages become part of the checkpoint have no pieces to write. Their pages are added to `frozen`.
+    States on SSD whose pages become part of the checkpoint have no pieces to write. `snapshot` gets their pages.
 
     `_lock` guards everything. Nobody finishes a handle while holding it, because the scheduler may then ask for the
     next unit.
@@ -66,7 +66,7 @@ class Capture:
         self._store = store
         self._pieces = pieces
         self._extents = extents
-        self.frozen = store.ssd.snapshot() if store.ssd is not None and extents else None
+        self.snapshot = store.ssd.snapshot() if store.ssd is not None and extents else None
         """The pages on SSD that the checkpoint keeps. Complete once `pieces` has ended."""
         # SSD may be full, because an earlier checkpoint keeps the room until this one replaces it.
         plan = store.plan
@@ -89,7 +89,7 @@ class Capture:
         """Let writers take a unit's pieces from the runs of its states. The handle ends with the last piece or with the
         capture."""
         named = self._store.named(unit, runs)
-        self._freeze(unit, named)
+        self._add_to_snapshot(unit, named)
         reading = _Reading(self._pieces(unit), named)
         with self._lock:
             over = self._over
@@ -154,12 +154,12 @@ class Capture:
 
     # --- parts ---
 
-    def _freeze(self, unit: int, runs: Mapping[str, PageRun]) -> None:
+    def _add_to_snapshot(self, unit: int, runs: Mapping[str, PageRun]) -> None:
         with self._lock:
             for state, run in () if self._over else self._extents.get(unit, {}).items():
-                assert self.frozen is not None
+                assert self.snapshot is not None
                 assert run == runs[state], "nothing has moved since the checkpoint said which pages it keeps"
-                self.frozen.add(run)
+                self.snapshot.add(run)
 
     def _has_one_version_on_ssd(self, unit: int, full: bool) -> bool:
         states, kept = self._store.plan.layout.states, self._extents.get(unit, {})

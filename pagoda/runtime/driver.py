@@ -26,7 +26,8 @@ class Driver:
 
     An error in an event leaves half of it behind. Then the states are damaged and the driver stops: it ignores events,
     and refuses to wait. That is a fault of Pagoda or of the system. A signal such as Ctrl-C is no such error: it takes
-    effect after the event (`without_signals`).
+    effect after the event (`without_signals`), or after all events of an access or a step (`ComputeLock` in
+    `autograd/accesses.py`).
     """
 
     def __init__(

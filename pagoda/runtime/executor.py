@@ -110,7 +110,7 @@ class Executor:
                 self.driver.tell(self._let_go, operation)
 
     def try_again(self) -> None:
-        """Try again what has failed of updates."""
+        """Try again what has failed of updates, and of moves of gradients."""
         if self.suspended_by is not None:
             self.suspended_by = None
             self.driver.tell(self._scheduler.try_again)
@@ -161,8 +161,8 @@ class Executor:
         self.driver.tell(self._scheduler.others_have_read, unit.index)
 
     def updated(self, unit: LiveUnit) -> Handle | None:
-        """A handle that ends when the unit's latest requested update has written its weights."""
-        gradient = self._requested(unit)
+        """A handle that ends when the unit's latest announced update has written its weights."""
+        gradient = self._announced(unit)
         return None if gradient is None else gradient.updated
 
     def newest(self, unit: LiveUnit) -> PageRun:
@@ -170,15 +170,15 @@ class Executor:
         return self.driver.ask(partial(self._store.newest, unit.index, WEIGHT))
 
     def is_to_come(self, unit: LiveUnit) -> bool:
-        """Whether the unit's latest requested update has not begun yet. False with asynchronous updates, whose weights
+        """Whether the unit's latest announced update has not begun yet. False with asynchronous updates, whose weights
         compute does not wait for."""
-        gradient = self._requested(unit)
+        gradient = self._announced(unit)
         queued = not self._asynchronous and self._scheduler.is_to_come(unit.index)
         return queued and gradient is not None and not gradient.updated.done
 
-    def _requested(self, unit: LiveUnit) -> UnitGradient | None:
-        """The gradient of the unit's latest requested update."""
-        record = self._scheduler.weights(unit.index).requested
+    def _announced(self, unit: LiveUnit) -> UnitGradient | None:
+        """The gradient of the unit's latest announced update."""
+        record = self._scheduler.weights(unit.index).announced
         return None if record is None else record.payload
 
     def begin_checkpoint(self, capture: Capture) -> None:
@@ -210,7 +210,7 @@ class Executor:
         for unit in self._units:  # the scheduler outlives this, with its records
             weights = self._scheduler.weights(unit.index)
             one_each = [weights.update, weights.asking, weights.speculative, weights.unannounced]
-            records = [weights.requested, self._scheduler.gradient_of(unit.index)]
+            records = [weights.announced, self._scheduler.gradient_of(unit.index)]
             for update in filter(None, (*one_each, *weights.later, *weights.sharing)):
                 update.payload = None
                 records.append(update.gradient)
@@ -256,7 +256,7 @@ class Executor:
         if not self._scheduler.broken:
             return
         for unit in self._units:
-            gradient = self._requested(unit) if self._scheduler.is_to_come(unit.index) else None
+            gradient = self._announced(unit) if self._scheduler.is_to_come(unit.index) else None
             if gradient is not None and not gradient.written.done:
                 gradient.updated.finish(self.damage.cause)
                 gradient.written.finish(self.damage.cause)

@@ -203,7 +203,7 @@ class GradientBuffers:
 
     def latest(self, unit: LiveUnit) -> UnitGradient | None:
         """The unit's gradient of this step, even if an update has taken it."""
-        return _payload(self._scheduler.weights(unit.index).requested) if unit.updated else self.get(unit)
+        return _payload(self._scheduler.weights(unit.index).announced) if unit.updated else self.get(unit)
 
     def untaken(self) -> list[UnitGradient]:
         """The gradients of this step that no update has taken, in unit order."""

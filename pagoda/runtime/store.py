@@ -41,7 +41,8 @@ class Store:
     inspection. They run only while no update is in flight, and wait for a slot of the ring, through which pages of SSD
     pass.
 
-    As a state of its own (`Plan.saved_states`), WEIGHT_BACK is the weights that accesses read.
+    As a state (`Plan.saved_states`), WEIGHT_BACK is the weights that accesses read. As a line of the plan, it is the
+    room for new ones beside these.
 
     | question | answer |
     |---|---|

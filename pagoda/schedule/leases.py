@@ -32,7 +32,7 @@ from pagoda.schedule.records import Lease
 from pagoda.schedule.versions import Versions
 
 MOST_PREFETCHES = 2
-"""A prefetch starts only while fewer FETCHes than this run. More would delay fetches for which compute waits. How far
+"""A prefetch starts only while fewer FETCHes are running. More would delay fetches for which compute waits. How far
 ahead of compute leases are filled depends on their frames alone: LEASES_AHEAD (`plan/buffers.py`), or on a separate
 device, all that is left of its memory (`plan/place.py`)."""
 
@@ -159,7 +159,7 @@ class Leases:
         if not self._others_read[unit]:
             self._versions.end_read(unit, "other ranks")
 
-    def changed(self, unit: int) -> None:
+    def outdate(self, unit: int) -> None:
         """A unit's weights are about to change, so its lease ends."""
         lease = self._leases.get(unit)
         if lease is not None:
@@ -189,7 +189,7 @@ class Leases:
         """Whether compute uses a unit whose weights it can read."""
         return self._users[unit] > self._waiting.get(unit, 0)
 
-    def in_use(self, unit: int) -> bool:
+    def blocks_update(self, unit: int) -> bool:
         """Whether compute uses a unit, or a FETCH or another rank reads what the unit's next update may overwrite. An
         asynchronous update overwrites no weights, and waits only until compute has left the unit."""
         if self._plan.asynchronous:

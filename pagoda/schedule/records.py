@@ -131,7 +131,7 @@ class Weights:
         what it does:     [asking ->] [later ->] update
         who knows of it:  [speculative or unannounced ->] [sharing]
 
-    It leaves the first row once it has written all states. In the second row, it stays until it counts as requested,
+    It leaves the first row once it has written all states. In the second row, it stays until it is announced,
     and then until other ranks' parts are here. An update that is called off leaves both early.
     """
 
@@ -141,7 +141,7 @@ class Weights:
     """The version that the weights have once all requested updates have ended. An update that is refused does not
     count."""
     lag: int = 0
-    """1 if accesses do not see the latest of these steps yet, which only asynchronous updates do. Otherwise 0."""
+    """1 if accesses still read the version before `due`, as only asynchronous updates let them. Otherwise 0."""
     runs: tuple[PageRun, ...] = ()
     """Where the newest version of each state is. The first state is the weights."""
     read: PageRun = EMPTY
@@ -157,8 +157,8 @@ class Weights:
     unannounced: UpdateRecord | None = None
     """An asynchronous update that neither accesses nor other ranks wait for yet."""
     sharing: list[UpdateRecord] = field(default_factory=list)
-    """Requested updates of which other ranks' parts have not arrived, oldest first."""
-    requested: GradientRecord | None = None
+    """Announced updates of which other ranks' parts have not arrived, oldest first."""
+    announced: GradientRecord | None = None
     """The gradient of the latest update that accesses see, or will see once it has ended."""
     edition: int = 0
     """How often the weights that accesses read were changed, by updates or otherwise."""

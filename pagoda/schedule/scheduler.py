@@ -185,7 +185,7 @@ class Scheduler:
         """Something other than an update has written a unit's weights in their home. No update is queued or under
         way."""
         self.versions.of[unit].edition += 1
-        self.leases.changed(unit)
+        self.leases.outdate(unit)
         self._pump()
 
     def replaced(self, lags: Sequence[int] = ()) -> None:
@@ -200,7 +200,7 @@ class Scheduler:
         self.updates.restored(lags)
         for unit, weights in enumerate(self.versions.of):  # with the new edition, other ranks may read them
             weights.edition += 1
-            self.leases.changed(unit)
+            self.leases.outdate(unit)
         self.staleness.restored()
         self._pump()
 
@@ -268,7 +268,8 @@ class Scheduler:
         self._over()
 
     def failed(self, operation: Operation) -> None:
-        """An operation has failed. The executor raises its error where it matters.
+        """An operation has failed. The executor raises its error where it matters. A read or write of an UPDATE that
+        fails is no such failure: `schedule/stream.py` repeats it.
 
         A failed FETCH, SPILL, RELOAD or SAVE loses nothing. A FETCH is tried again as long as compute waits for it, a
         SPILL when compute next makes a gradient, and both SPILL and RELOAD once it has been told (`try_again`). After a
@@ -362,7 +363,7 @@ class Scheduler:
         """Whether the latest update of a unit that accesses see or wait for has not begun."""
         weights, waiting = self.versions.of[unit], (UpdateState.QUEUED, UpdateState.LOADING)
         updates = [update for update in (weights.update, *weights.later) if update and update.state in waiting]
-        return any(update.gradient is weights.requested for update in updates)
+        return any(update.gradient is weights.announced for update in updates)
 
     def gradient_is_here(self, unit: int) -> bool:
         """Whether compute can read the gradient that it was lent."""

@@ -5,7 +5,7 @@ The weights that a step reads lack exactly the gradient of the step before. So a
 version 5, while the update with the sixth step's gradient makes version 6. The version that a step reads does not
 depend on when updates end, so ranks agree on it without a message.
 
-Before states are read from outside, all updates count as requested (`announce_all`), so that a drain completes them.
+Before states are read from outside, all updates are announced (`announce_all`), so that a drain completes them.
 That changes nothing that steps read. A drain also shows the result (`show_all`), unless a step has begun. A checkpoint
 only announces, and saves which weights lag, so that a resumed run goes on as if nothing had happened.
 """
@@ -44,12 +44,12 @@ class StalenessSchedule:
             if weights.lag:
                 weights.lag = 0
                 weights.edition += 1
-                self._leases.changed(unit)
+                self._leases.outdate(unit)
                 self._announce(unit)
                 self._versions.show(unit)
 
     def announce_all(self) -> None:
-        """Every update counts as requested from now on. What steps read stays the same."""
+        """Announce every update. What steps read stays the same."""
         for unit in range(len(self._versions.of)):
             self._announce(unit)
 
@@ -58,9 +58,9 @@ class StalenessSchedule:
         self.step_begun = False
 
     def _announce(self, unit: int) -> None:
-        """Count a unit's latest update as requested. The other ranks' parts of it come now."""
+        """From now on, accesses and other ranks wait for a unit's latest update, and other ranks' parts of it come."""
         weights = self._versions.of[unit]
         if weights.unannounced is not None:
-            weights.requested = weights.unannounced.gradient
+            weights.announced = weights.unannounced.gradient
             self._updates.share(weights.unannounced)
             weights.unannounced = None

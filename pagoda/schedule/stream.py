@@ -52,7 +52,7 @@ class Do(Enum):
     SUSPEND = auto()
     """Each block of an update that is under way waits for `try_again` or `give_up`, because one has failed."""
     USED = auto()
-    """An update has read its gradients. If no states are streamed, it has written them too."""
+    """An update has read its gradients. If no states are streamed, it has also written all its states."""
     END = auto()
     """An update is over."""
 

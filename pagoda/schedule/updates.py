@@ -29,7 +29,7 @@ from pagoda.schedule.records import GradientRecord, UpdateRecord, UpdateState
 from pagoda.schedule.versions import Versions
 
 MOST_ADMITTED = 2
-"""Updates under way at once. With two, the executor's ring of buffers does not run empty between units."""
+"""Updates of one updater under way at once. With two, the ring of buffers does not run empty between units."""
 CALM_STEPS = 4
 """Speculation resumes after this number of consecutive steps without clipping."""
 
@@ -129,9 +129,9 @@ class UpdateSchedule:
     def _show(self, update: UpdateRecord) -> None:
         """From now on, accesses see an update, and wait for it."""
         weights = self._versions.of[update.unit]
-        weights.requested = update.gradient
+        weights.announced = update.gradient
         weights.edition += 1
-        self._leases.changed(update.unit)
+        self._leases.outdate(update.unit)
         self.share(update)
 
     def share(self, update: UpdateRecord) -> None:
@@ -419,7 +419,7 @@ class UpdateSchedule:
     def _must_wait(self, update: UpdateRecord) -> bool:
         """Whether something still uses what an update would change."""
         unit = update.unit
-        if self._leases.in_use(unit):
+        if self._leases.blocks_update(unit):
             return True
         if any(other is not update for other in self._versions.of[unit].sharing):
             return True
@@ -448,7 +448,7 @@ class UpdateSchedule:
         if update.gradient.lost:
             self.call_off(update.unit)  # it is speculative, else everything has failed with the gradient
             return
-        if not self._gradients.usable(update.gradient) or self._leases.in_use(update.unit):
+        if not self._gradients.usable(update.gradient) or self._leases.blocks_update(update.unit):
             return
         if self._versions.is_retiring(update.unit):
             return

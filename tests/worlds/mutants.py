@@ -295,7 +295,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     capture: {
         "pages are not kept when they are read": (
-            "        self._freeze(unit, named)\n",
+            "        self._add_to_snapshot(unit, named)\n",
             "",
         ),
         "a checkpoint reads what compute reads": (

@@ -195,13 +195,13 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        self.step_begun = False",
         ),
         "leases outlive weights that lag": (
-            "                weights.edition += 1\n                self._leases.changed(unit)",
+            "                weights.edition += 1\n                self._leases.outdate(unit)",
             "                weights.edition += 1",
         ),
     },
     updates: {
         "a lease outlives a guess that stands": (
-            "        weights.edition += 1\n        self._leases.changed(update.unit)\n",
+            "        weights.edition += 1\n        self._leases.outdate(update.unit)\n",
             "        weights.edition += 1\n",
         ),
         "updates are not shared": (
@@ -295,7 +295,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "            pass\n",
         ),
         "old leases outlive what has been overwritten": (
-            "        self.versions.of[unit].edition += 1\n        self.leases.changed(unit)",
+            "        self.versions.of[unit].edition += 1\n        self.leases.outdate(unit)",
             "        self.versions.of[unit].edition += 1",
         ),
         "what waits for the checkpoint is forgotten": (

@@ -1,7 +1,7 @@
 """A preallocated file of pages on one drive: how it is created or opened, and every read and write of pages on SSD.
 
-A transfer that fails raises StorageError, and is not repeated here. `Scheduler.failed` says which operations are tried
-again.
+A transfer that fails raises StorageError, and is not repeated here. Those of an update are repeated by the stream
+(`schedule/stream.py`), others as `Scheduler.failed` says.
 """
 
 import errno
