@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
+from pagoda.memory.files import storage_errors
 from pagoda.memory.ram import filesystem_in_ram, free_ram
 from pagoda.memory.ssd.record import bytes_of_stores
 from pagoda.mesh.world import World
@@ -64,22 +66,31 @@ def memory_of_rank(memory: Memory, world: World) -> Memory:
     """The memory of one of several ranks. An open budget is its share of the node. Its directories are created below
     the given ones. With several nodes, checkpoints are not kept in place unless the user asked for it."""
     host = memory.host if memory.host is not None else int(free_ram() * HOST_SHARE) // world.local_size
-    parts = []
-    for path, size in memory.ssd_directories.items():
-        mine = path / f"rank-{world.rank}"
-        if size is None:
-            size = _free_disk(path) // world.local_size
-        try:
-            mine.mkdir(exist_ok=True)
-            if mine.is_symlink():
-                raise OSError(errno.ELOOP, "it is a symbolic link", str(mine))
-        except OSError as error:
-            raise StorageError(f"The directory '{mine}' of a rank cannot be made: {error.strerror}.") from error
-        parts.append(f"{mine}:{size}")
+    sizes = {
+        path: _free_disk(path) // world.local_size if size is None else size
+        for path, size in memory.ssd_directories.items()
+    }
+    ssd = own_directories(sizes, f"rank-{world.rank}") or None
     kept = memory.ssd_checkpoints
     if kept is None and world.nodes > 1:
         kept = 0  # other nodes may have drives that nobody else sees
-    return replace(memory, host=host, ssd=",".join(parts) or None, ssd_checkpoints=kept)
+    return replace(memory, host=host, ssd=ssd, ssd_checkpoints=kept)
+
+
+def own_directories(sizes: Mapping[Path, int | None], name: str) -> str:
+    """`memory.ssd` with a directory of this name, which is made, in each of these. Raises StorageError."""
+    for path in sizes:
+        mine = path / name
+        with storage_errors(f"The directory '{mine}' cannot be made"):
+            mine.mkdir(exist_ok=True)
+            if mine.is_symlink():
+                raise OSError(errno.ELOOP, "it is a symbolic link", str(mine))
+    return as_setting({path / name: size for path, size in sizes.items()})
+
+
+def as_setting(sizes: Mapping[Path, int | None]) -> str:
+    """`memory.ssd` for these directories, with the bytes of each."""
+    return ",".join(str(path) if size is None else f"{path}:{size}" for path, size in sizes.items())
 
 
 def _warn_if_in_ram(directory: Path) -> None:

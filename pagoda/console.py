@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from rich.console import Console
 
 from pagoda.memory.files import append_to
+from pagoda.process import temporarily
 
 
 def say(console: Console, *lines: str) -> None:
@@ -72,13 +73,9 @@ class Lasting(FailingOnce):
 @contextmanager
 def lasting(console: Console) -> Iterator[Lasting]:
     """Inside, errors of the console's stream do not end the run."""
-    before = console.file
-    output = Lasting(before)
-    console.file = cast(IO[str], output)
-    try:
+    output = Lasting(console.file)
+    with temporarily(console, file=output):
         yield output
-    finally:
-        console.file = before
 
 
 def discard(stream: IO[str]) -> None:

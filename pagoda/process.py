@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pagoda.errors import UsageError
 
@@ -54,6 +55,19 @@ def restart_spinning_briefly() -> None:
     setting."""
     if any(name not in os.environ for name in _SPINS) and not spin_briefly():
         os.execv(sys.executable, sys.orig_argv)
+
+
+@contextmanager
+def temporarily(owner: object, **values: Any) -> Iterator[None]:
+    """Inside, attributes of an object or of a module have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextmanager

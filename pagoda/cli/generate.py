@@ -28,15 +28,13 @@ if TYPE_CHECKING:
 def run(config: GenerateConfig, console: Console) -> int:
     """Print what the model writes after the prompt. Returns the exit code."""
     from pagoda.api import wrap
-    from pagoda.models.gguf import gguf_in
     from pagoda.optim import AdamW
     from pagoda.train.generate import continued
     from pagoda.train.run_dir import known_as
-    from pagoda.train.tokenizer import BYTES, open_tokenizer, tokenizer_files
+    from pagoda.train.tokenizer import BYTES, has_tokenizer, open_tokenizer
 
     weights, directory = _places(config)
-    has_tokenizer = gguf_in(directory) is not None or (directory.is_dir() and tokenizer_files(directory))
-    tokenizer = open_tokenizer(directory, None if has_tokenizer else BYTES)
+    tokenizer = open_tokenizer(directory, None if has_tokenizer(directory) else BYTES)
     source = _opened(weights, config)
     computes = source.precision or "the dtypes of the weights"
     with suppress(OSError):  # the text is what was asked for

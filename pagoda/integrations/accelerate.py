@@ -20,6 +20,7 @@ from pagoda.integrations.paging import Paging, hand_over
 from pagoda.integrations.states import LazyStateDict, delete_save, exported_into, has_save, newest, numbered, saved
 from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
+from pagoda.process import temporarily
 
 PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
 """What Accelerate calls mixed precision -> the precision to wrap with, or None for that of the model's dtype."""
@@ -160,21 +161,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         `pagoda` of `output_dir`. An older save is deleted once the new one is complete and on the disk."""
         self._agree("accelerator.save_state()")
         project = self.project_configuration
-        automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
-        try:
-            outer = self._next_directory() if automatic else Path(output_dir)
-            with (
-                saved(outer, self._places, self.is_main_process, self.wait_for_everyone) as save,
-                self._optimizers_without_paged(),
-                self._last(self.register_save_state_pre_hook, self._drop_paged),
-            ):
-                self._saving = True
-                super().save_state(str(save), *args, **kwargs)
-                for at, (_, optimizer) in enumerate(self._paged):
-                    optimizer.optimizer.save_checkpoint(save / _state(at))
-        finally:
-            self._saving = False
-            project.automatic_checkpoint_naming = automatic
+        automatic = project.automatic_checkpoint_naming
+        outer = self._next_directory() if automatic else Path(output_dir)
+        with (
+            temporarily(project, automatic_checkpoint_naming=False),
+            temporarily(self, _saving=True, _optimizers=self._optimizers_in_ram),
+            saved(outer, self._places, self.is_main_process, self.wait_for_everyone) as save,
+            self._last(self.register_save_state_pre_hook, self._drop_paged),
+        ):
+            super().save_state(str(save), *args, **kwargs)
+            for at, (_, optimizer) in enumerate(self._paged):
+                optimizer.optimizer.save_checkpoint(save / _state(at))
         if automatic and self.is_main_process and project.total_limit is not None:
             for directory in self._automatic()[: -project.total_limit]:
                 delete_save(directory, self._places)
@@ -188,7 +185,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._agree("accelerator.load_state()")
         outers = [Path(input_dir).expanduser()] if input_dir is not None else self._automatic()
         save = newest(outers, self.is_main_process, self.wait_for_everyone)
-        with self._optimizers_without_paged(), self._last(self.register_load_state_pre_hook, self._load_paged):
+        with (
+            temporarily(self, _optimizers=self._optimizers_in_ram),
+            self._last(self.register_load_state_pre_hook, self._load_paged),
+        ):
             super().load_state(str(save), *args, **kwargs)
 
     def _agree(self, what: str) -> None:
@@ -243,13 +243,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             handle.remove()
 
-    @contextmanager
-    def _optimizers_without_paged(self) -> Iterator[None]:
-        """Context in which Accelerate saves and loads only optimizers that are not in pages."""
-        mine: Any = self
-        optimizers = mine._optimizers
-        mine._optimizers = [each for each in optimizers if not isinstance(each.optimizer, PagedOptimizer)]
-        try:
-            yield
-        finally:
-            mine._optimizers = optimizers
+    @property
+    def _optimizers_in_ram(self) -> list[Any]:
+        """Those that Accelerate saves and loads."""
+        return [each for each in self._optimizers if not isinstance(each.optimizer, PagedOptimizer)]

@@ -19,7 +19,6 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from pagoda.api import plan_of
-from pagoda.checkpoint.pending import DiskRoom, OnError, PendingCheckpoint
 from pagoda.console import say
 from pagoda.errors import CheckpointError, PagodaError, StorageError
 from pagoda.forecast.report import plan_table
@@ -34,11 +33,16 @@ from pagoda.mesh.sharing import from_all, from_first
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
+from pagoda.process import temporarily
 
 _BEGUN = "checkpoint-is-incomplete.txt"
 """What transformers writes before a checkpoint of `enable_jit_checkpoint`, and deletes after it, as a seal does."""
 _OF_FILES = "iostream error", "PytorchStreamWriter", "inline_container"
 """In errors of torch.save."""
+PATIENCE_S, RETRY_S = 30 * 60.0, 10.0
+_SAY_S = 60.0
+_LOOK_S = 0.1
+"""Seconds in which a signal is noticed."""
 _log = logging.getLogger("pagoda")
 
 
@@ -46,17 +50,20 @@ _log = logging.getLogger("pagoda")
 class _Asked:
     """A checkpoint that the trainer has asked for."""
 
+    step: int
+    write: Callable[[], None]
+    """Writes the trainer's own files."""
     staged: Staged
     state: Any
     """The trainer's state, for callbacks."""
-    limit: int | None
-    pushes: bool
     best_before: str | None
     replaced: list[Path] = field(default_factory=list)
 
 
 class Checkpoints:
-    """Writes the checkpoints of a trainer in the background.
+    """Writes the checkpoints of a trainer in the background, one at a time. If a write fails, the run says so and
+    continues, because the next checkpoint may succeed. The last one is retried for a while, because the state is still
+    in memory.
 
     A checkpoint is written to `.checkpoint-N.partial`, sealed, and renamed to `checkpoint-N`. Only then are older ones
     deleted, callbacks told (`on_save`), and files pushed to the Hub. The last two happen between steps.
@@ -74,7 +81,11 @@ class Checkpoints:
         self._trainer = trainer
         self._mesh, self._places = optimizer._engine.links.mesh, optimizer._engine.ssd_directories
         self._console = Console(stderr=True, quiet=self._mesh.everyone.rank > 0)
-        self._pending = PendingCheckpoint(optimizer, self._mesh, self._say)
+        self._writing: _Asked | None = None
+        self._errors: list[Exception] = []
+        """The error of the checkpoint that is being written, if any."""
+        self._retrying: int | None = None
+        """The step of the last checkpoint, once it could not be written."""
         self._now: _Asked | None = None
         """The checkpoint whose files the trainer is writing."""
         self._saved_at, self._last_step = time.monotonic(), -1
@@ -97,43 +108,45 @@ class Checkpoints:
         self.end()
         self._saved_at, self._last_step = time.monotonic(), trainer.state.global_step
         best = trainer.state.best_model_checkpoint
-        now = _Asked(Staged(directory, self._places), trainer.state, args.save_total_limit, args.push_to_hub, best)
-
-        def begin(on_error: OnError) -> None:
-            self._write_files(now, write)
-            now.state = dataclasses.replace(trainer.state, log_history=[*trainer.state.log_history])
-            now.replaced = self._replaced(now)
-            if args.save_only_model:
-                if self._mesh.everyone.rank == 0:
-                    now.staged.complete(now.replaced)
-                return
-            same = [now.staged.replaced] if directory.exists() else []
-            states = [path / STATE for path in (*now.replaced, *same)]
-            self.optimizer.save_checkpoint(
-                now.staged.state,
-                self._record(),
-                wait=False,
-                replaces=states,
-                on_error=on_error,
-                on_complete=lambda: now.staged.complete(now.replaced),
-            )
-
-        self._pending.start(trainer.state.global_step, begin, lambda error: self._ended(now, error))
+        self._start(_Asked(trainer.state.global_step, write, Staged(directory, self._places), trainer.state, best))
         if args.save_only_model:
             self.end()
 
-    def _write_files(self, now: _Asked, write: Callable[[], None]) -> None:
+    def _start(self, now: _Asked) -> None:
+        self._writing = now
+        try:
+            self._begin(now)
+        except (PagodaError, OSError) as error:
+            self._errors.append(error)
+
+    def _begin(self, now: _Asked) -> None:
+        trainer = self._trainer
+        self._write_files(now)
+        now.state = dataclasses.replace(trainer.state, log_history=[*trainer.state.log_history])
+        now.replaced = self._replaced(now)
+        if trainer.args.save_only_model:
+            if self._mesh.everyone.rank == 0:
+                now.staged.complete(now.replaced)
+            return
+        same = [now.staged.replaced] if now.staged.directory.exists() else []
+        self.optimizer.save_checkpoint(
+            now.staged.state,
+            self._record(),
+            wait=False,
+            replaces=[path / STATE for path in (*now.replaced, *same)],
+            on_error=self._errors.append,
+            on_complete=lambda: now.staged.complete(now.replaced),
+        )
+
+    def _write_files(self, now: _Asked) -> None:
         """Let the trainer write its own files. It neither pushes them nor deletes older checkpoints."""
         trainer, args = self._trainer, self._trainer.args
         run = now.staged.directory.parent
         error: Exception | None = None
         try:
             from_first(self._mesh, "the directory of a checkpoint", now.staged.create)
-            try:
-                self._now, args.save_total_limit, args.push_to_hub = now, None, False
-                write()
-            finally:
-                self._now, args.save_total_limit, args.push_to_hub = None, now.limit, now.pushes
+            with temporarily(self, _now=now), temporarily(args, save_total_limit=None, push_to_hub=False):
+                now.write()
             best = run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
             if trainer.state.best_global_step and (best == now.staged.directory or best.is_dir()):
                 trainer.state.best_model_checkpoint = str(best)
@@ -169,11 +182,12 @@ class Checkpoints:
     def outdated_checkpoints(self, older: list[Path], now: _Asked) -> list[Path]:
         """Those of the `older` checkpoints, by age, that are not kept. The trainer keeps the last ones and the best
         one."""
-        if not now.limit or now.limit <= 0:
+        limit = self._trainer.args.save_total_limit
+        if not limit or limit <= 0:
             return []
         best = now.state.best_model_checkpoint
         kept = {now.staged.directory} | ({Path(best)} if best is not None else set())
-        excess = len(older) + 1 - max(now.limit, len(kept))
+        excess = len(older) + 1 - max(limit, len(kept))
         return [path for path in older if path not in kept][: max(0, excess)]
 
     def _ended(self, now: _Asked, error: Exception | None) -> None:
@@ -188,24 +202,67 @@ class Checkpoints:
             if trainer.state.best_model_checkpoint == str(now.staged.directory):
                 trainer.state.best_model_checkpoint = now.best_before
             return
-        if now.pushes:
+        if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(str(now.staged.directory))
         handler = trainer.callback_handler
         trainer.control = handler.call_event("on_save", trainer.args, now.state, trainer.control)
 
-    def end(self) -> None:
-        """Wait for the checkpoint that is being written. If it fails, say so."""
-        self._pending.end()
+    def end(self, *, say_it: bool = True) -> Exception | None:
+        """Wait for the checkpoint that is being written. Returns why it failed, or None."""
+        if self._writing is None:
+            return None
+        self.optimizer.wait_for_checkpoint()
+        now, self._writing = self._writing, None
+        error = self._errors.pop() if self._errors else None
+        if error is not None and not isinstance(error, PagodaError | OSError):
+            raise error
+        self._ended(now, error)
+        if error is not None and say_it:
+            why = str(error).rstrip(".")
+            self._say(f"The checkpoint after step {now.step} was not saved: {why}. The run continues to the next one")
+        return error
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete, and try again for a while if it cannot be written. Before that,
-        save the state if a signal has ended the run. Raises the error of the last try."""
+        """Wait until the last checkpoint is complete. Before that, save the state if a signal has ended the run."""
         trainer = self._trainer
         if self.stopped_by is not None and self._last_step != trainer.state.global_step:
             trainer._save_checkpoint(trainer.model, None)
-        self._pending.finish(self._trainer.received)
+        self._complete()
         if self.stopped_by is not None and trainer.state.global_step < trainer.state.max_steps:
             self._say_how_to_continue()
+
+    def _complete(self) -> None:
+        """Wait until the last checkpoint is complete. If it cannot be written, try again for a while, and say so each
+        minute. The first signal that arrives meanwhile ends the trying.
+
+        Raises the error of the last try, and StorageError at once if the state itself is damaged.
+        """
+        received = self._trainer.received
+        until, before = time.monotonic() + PATIENCE_S, len(received)
+        reported, next_report = "", 0.0
+        while (now := self._writing) is not None:
+            error = self.end(say_it=False)
+            problems = from_all(self._mesh, "the last checkpoint", None if error is None else str(error))
+            problem = next((each for each in problems if each is not None), None)
+            if problem is None:
+                return
+            self.optimizer.synchronize(show=False)
+            stops = time.monotonic() > until or len(received) > before
+            if any(from_all(self._mesh, "the end of a run", stops)):
+                raise error or CheckpointError(f"the checkpoint after step {now.step} was not saved: {problem}")
+            if problem != reported or time.monotonic() >= next_report:
+                why = problem.rstrip(".")
+                self._say(
+                    f"The checkpoint after step {now.step} was not saved: {why}. The state is still in memory. "
+                    f"Free space, or remove the cause: the run tries again every {RETRY_S:.0f} s for "
+                    f"{PATIENCE_S / 60:.0f} minutes"
+                )
+                reported, next_report = problem, time.monotonic() + _SAY_S
+            self._retrying = now.step
+            again = time.monotonic() + RETRY_S
+            while time.monotonic() < again and len(received) == before:
+                time.sleep(_LOOK_S)
+            self._start(now)
 
     def _say_how_to_continue(self) -> None:
         say(
@@ -226,8 +283,8 @@ class Checkpoints:
 
     def after_step(self, control: Any) -> None:
         """End what is written, and decide with all ranks whether to save or to stop."""
-        pending, received = self._pending, self._trainer.received
-        mine = pending.is_written, received[0] if received else None, time.monotonic() - self._saved_at
+        received, written = self._trainer.received, self._writing is not None and not self.optimizer.checkpoint_pending
+        mine = written, received[0] if received else None, time.monotonic() - self._saved_at
         every = from_all(self._mesh, "the end of a step", mine)
         if all(written for written, _, _ in every):
             self.end()
@@ -271,15 +328,19 @@ class Checkpoints:
             limit, there = args.save_total_limit, len([*run.glob(f"{PREFIX_CHECKPOINT_DIR}-*")])
             most = max(1, min(due, limit + 1 - there) if limit else due)
             place = next(path for path in (run, *run.parents) if path.is_dir())
-            message = DiskRoom(one=one, copied=copied, most=most, required=self.is_required).check(
-                f"The disk of output_dir {args.output_dir}",
-                shutil.disk_usage(place).free,
-                f"a checkpoint takes {format_bytes(one)}",
-                self.without,
-                "save_total_limit",
-            )
-            if message is not None:
-                say(self._console, message)
+            free = shutil.disk_usage(place).free
+            has = f"The disk of output_dir {args.output_dir} has {format_bytes(free)} free"
+            if self.is_required and one > free:
+                raise StorageError(
+                    f"{has}, and a checkpoint takes {format_bytes(one)}: free space, or name a directory on another "
+                    f"disk{self.without}"
+                )
+            if one + (most - 1) * copied > free:
+                say(
+                    self._console,
+                    f"{has}. The run may add {most} checkpoints of up to {format_bytes(copied)} each: free space "
+                    "before it needs it, or give a smaller save_total_limit",
+                )
 
         from_first(self._mesh, "the room for checkpoints", look)
 
@@ -296,8 +357,8 @@ class Checkpoints:
         """The message after a signal."""
         if self._mesh.everyone.rank:
             return ""
-        if self._pending.retrying is not None:
-            return f"{name}: stops without a checkpoint of step {self._pending.retrying} unless one more try succeeds"
+        if self._retrying is not None:
+            return f"{name}: stops without a checkpoint of step {self._retrying} unless one more try succeeds"
         step = self._trainer.state.global_step + 1
         return f"{name}: stops after step {step} and saves it. Another signal stops at once"
 

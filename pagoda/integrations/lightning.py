@@ -24,6 +24,7 @@ from pagoda.integrations.states import LazyStateDict, newest, saved
 from pagoda.mesh.world import launched
 from pagoda.optimizer import PagedOptimizer
 from pagoda.prepare.construct import deferred_init
+from pagoda.process import temporarily
 
 _PRECISIONS: dict[str, Precision | None] = {
     "32-true": None,
@@ -249,13 +250,8 @@ class PagodaStrategy(_Strategy, trainer_strategies.Strategy):  # type: ignore[mi
 
     def teardown(self) -> None:
         """Tear down everything but the training state."""
-        mine: Any = self
-        module, optimizers = mine._lightning_module, mine._optimizers
-        mine._lightning_module, mine._optimizers = None, []
-        try:
+        with temporarily(self, _lightning_module=None, _optimizers=[]):
             super().teardown()
-        finally:
-            mine._lightning_module, mine._optimizers = module, optimizers
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

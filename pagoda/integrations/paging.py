@@ -1,12 +1,10 @@
 """The settings that a framework's trainer passes to `wrap`."""
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
@@ -16,14 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from pagoda.api import wrap
-from pagoda.budgets import compute_device
+from pagoda.budgets import compute_device, own_directories
 from pagoda.checkpoint.optimizer_states import read_entry
 from pagoda.checkpoint.state import state_of
 from pagoda.config.memory import Memory
 from pagoda.config.training import ActivationMode, Activations, MixedPrecision, Precision, Tiles, UpdateMode, Updates
 from pagoda.errors import BudgetError, ConfigError, UsageError
-from pagoda.memory.files import storage_errors
-from pagoda.memory.sizes import directory_and_size
 from pagoda.mesh.mesh import Mesh
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import Rule, plain_setting
@@ -82,13 +78,8 @@ class Paging:
         of its own in each directory of `memory.ssd`."""
         if not number or self.memory.ssd is None:
             return self
-        own = []
-        for directory, size in map(directory_and_size, os.fspath(self.memory.ssd).split(",")):
-            path = Path(directory, f"model-{number + 1}")
-            with storage_errors(f"{path} could not be made"):
-                path.mkdir(exist_ok=True)
-            own.append(f"{path}:{size}" if size else str(path))
-        return replace(self, memory=replace(self.memory, ssd=",".join(own)))
+        own = own_directories(self.memory.ssd_directories, f"model-{number + 1}")
+        return replace(self, memory=replace(self.memory, ssd=own))
 
     def wrap_frozen(
         self, model: nn.Module, memory: Memory | None, precision: Precision | None = None
@@ -150,36 +141,23 @@ class Paging:
             memory = self.memory
             if memory.ssd_checkpoints is None and not keeps_pages:
                 memory = replace(memory, ssd_checkpoints=0)
-            paged = self._wrap(model, memory, rule, groups, precision, max_grad_norm, gradient_accumulation_steps)
+            _, paged = wrap(
+                model,
+                rule,
+                param_groups=groups,
+                memory=memory,
+                precision=self._precision(model, precision),
+                max_grad_norm=max_grad_norm,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                update=self.update,
+                activations=self.activations,
+                tiles=self.tiles,
+                mesh=self.mesh,
+            )
+            paged._engine.stepper.scaler.skips_always = self.skip_non_finite
             setattr(model, _TAKEN, (paged, settings))
         optimizer.param_groups = paged.param_groups
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it steps before them
-        return paged
-
-    def _wrap(
-        self,
-        model: nn.Module,
-        memory: Memory,
-        rule: Rule,
-        groups: list[dict[str, Any]],
-        precision: Precision | None,
-        max_grad_norm: float | None,
-        gradient_accumulation_steps: int | None,
-    ) -> PagedOptimizer:
-        _, paged = wrap(
-            model,
-            rule,
-            param_groups=groups,
-            memory=memory,
-            precision=self._precision(model, precision),
-            max_grad_norm=max_grad_norm,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            update=self.update,
-            activations=self.activations,
-            tiles=self.tiles,
-            mesh=self.mesh,
-        )
-        paged._engine.stepper.scaler.skips_always = self.skip_non_finite
         return paged
 
     def _precision(self, model: nn.Module, said: Precision | None) -> Precision | MixedPrecision | None:

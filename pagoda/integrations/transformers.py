@@ -30,6 +30,7 @@ from pagoda.integrations.states import adapter_state, exported_into, numbered
 from pagoda.integrations.vllm import check_adapters, stream_weights
 from pagoda.memory.identity import STATE
 from pagoda.optimizer import PagedOptimizer
+from pagoda.process import temporarily
 from pagoda.runtime.stats import StepStats
 from pagoda.signals import first_signal
 
@@ -228,13 +229,10 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Evaluate, and add the loss as a mean over tokens to the metrics, in nats and bits; see `TokenMean`."""
-        self._token_mean = TokenMean(self)
-        try:
+        mean = TokenMean(self)
+        with temporarily(self, _token_mean=mean):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-            mesh = None if self._paged is None else self._paged._engine.links.mesh
-            found = self._token_mean.metrics(mesh)
-        finally:
-            self._token_mean = None
+        found = mean.metrics(None if self._paged is None else self._paged._engine.links.mesh)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         return output
 
@@ -348,15 +346,13 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Complete the last checkpoint, then do what the trainer does. After a signal, the best model is not loaded."""
         assert self.checkpoints is not None, "it is made when the model is wrapped"
         self.checkpoints.finish()
-        settings = self.args.load_best_model_at_end, self.args.save_total_limit
-        if self.checkpoints.stopped_by is not None:
-            self.args.load_best_model_at_end, self.args.save_total_limit = False, None
-        else:
+        ended = self.checkpoints.stopped_by is None
+        if ended:
             self.checkpoints.keep_best_alone(trial)
-        try:
+        # With a limit, the trainer would delete checkpoints itself, with whatever users have put into them.
+        loads_best = ended and self.args.load_best_model_at_end
+        with temporarily(self.args, load_best_model_at_end=loads_best, save_total_limit=None):
             return super()._finalize_training(trial, *args, **kwargs)
-        finally:
-            self.args.load_best_model_at_end, self.args.save_total_limit = settings
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check that there is state to resume from. It is loaded after the model is wrapped."""

@@ -11,6 +11,7 @@ import datasets
 import torch
 import trl
 
+from pagoda.budgets import as_setting, own_directories
 from pagoda.config.commands import ReferringConfig, ScriptConfig
 from pagoda.config.memory import FIRST_SHARE, Memory
 from pagoda.config.reading import check_split
@@ -18,9 +19,9 @@ from pagoda.config.run import StatesConfig
 from pagoda.errors import ConfigError, PagodaError, reading, unknown_name
 from pagoda.integrations.paging import Paging
 from pagoda.integrations.transformers import PagedTrainerMixin
-from pagoda.memory.files import storage_errors
 from pagoda.optim.named import rule_from
 from pagoda.optim.rule import Rule
+from pagoda.process import temporarily
 
 _PART = 4
 """The reference model has a quarter of the memory: its weights, next to weights and two moments, all in fp32."""
@@ -43,7 +44,7 @@ def run_script(config: ScriptConfig, flags: Collection[str], own: Collection[str
     refers = not alone and getattr(training, "beta", 0.0) != 0.0
     main = import_module(f"trl.scripts.{config.script}").main
     paging = _paging(config, training, refers)
-    with _paged(config.trainer, paging), _replaced(datasets, "load_dataset", _refusing(script, training)):
+    with _paged(config.trainer, paging), temporarily(datasets, load_dataset=_refusing(script, training)):
         main(script, training, model, data)
 
 
@@ -80,17 +81,6 @@ def _parsed(config: ScriptConfig, flags: Collection[str], own: Collection[str]) 
     if others:
         raise ConfigError(f"{others[0]!r} belongs to no flag")
     return found
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a module has another value of a name. A script of TRL imports what it uses when it runs."""
-    stock = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, stock)
 
 
 def _refusing(script: Any, training: Any) -> Callable[..., Any]:
@@ -135,7 +125,7 @@ def _paged(name: str, paging: Paging) -> Iterator[None]:
 
     Paged.__name__ = name
     try:
-        with _replaced(trl, name, Paged):
+        with temporarily(trl, **{name: Paged}):
             yield
     finally:
         close()
@@ -196,14 +186,7 @@ def divided(memory: Memory, reference: Memory) -> tuple[Memory, Memory]:
         mine["device"] = f"{kind}{nbytes - nbytes // _PART}"
     if memory.ssd is not None and reference.ssd is None:
         sizes = memory.ssd_directories
-        for path in sizes:
-            with storage_errors(f"{path / 'reference'} could not be made"):
-                (path / "reference").mkdir(exist_ok=True)
-        its["ssd"] = _named({path / "reference": size and size // _PART for path, size in sizes.items()})
-        mine["ssd"] = _named({path: size and size - size // _PART for path, size in sizes.items()})
+        its["ssd"] = own_directories({path: size and size // _PART for path, size in sizes.items()}, "reference")
+        mine["ssd"] = as_setting({path: size and size - size // _PART for path, size in sizes.items()})
     given = {name: value for name in its if (value := getattr(reference, name)) is not None}
     return replace(memory, **mine), replace(reference, **{**its, **given})
-
-
-def _named(sizes: dict[Path, int | None]) -> str:
-    return ",".join(f"{path}:{size}" if size else str(path) for path, size in sizes.items())

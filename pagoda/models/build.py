@@ -55,7 +55,7 @@ def build_model(
     Raises ConfigError for an unknown name, an unusable `config.json`, a `seq_len` above the model's positions or a
     model without gradient checkpointing, and if transformers is not installed.
     """
-    config = _configuration(name_or_dir)
+    config = configuration(name_or_dir)
     text = config.get_text_config()
     if is_sized_gpt(name_or_dir):
         config.n_positions = max(config.n_positions, seq_len)
@@ -146,7 +146,7 @@ def is_encoder_decoder(name_or_dir: str) -> bool:
 
     Raises ConfigError like `build_model`.
     """
-    return bool(getattr(_configuration(name_or_dir), "is_encoder_decoder", False))
+    return bool(getattr(configuration(name_or_dir), "is_encoder_decoder", False))
 
 
 def check_positions(name_or_dir: str, seq_len: int) -> None:
@@ -166,15 +166,7 @@ def positions_of(name_or_dir: str) -> int | None:
     """
     if is_sized_gpt(name_or_dir):
         return None
-    return getattr(_configuration(name_or_dir).get_text_config(), "max_position_embeddings", None)
-
-
-def vocabulary_of(name_or_dir: str) -> int | None:
-    """Number of token ids, or None if the configuration does not say.
-
-    Raises ConfigError like `build_model`.
-    """
-    return getattr(_configuration(name_or_dir).get_text_config(), "vocab_size", None)
+    return getattr(configuration(name_or_dir).get_text_config(), "max_position_embeddings", None)
 
 
 def layer_count(name_or_dir: str) -> int:
@@ -182,7 +174,7 @@ def layer_count(name_or_dir: str) -> int:
 
     Raises ConfigError like `build_model`, and if the configuration does not give the number.
     """
-    config = _configuration(name_or_dir)
+    config = configuration(name_or_dir)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise ConfigError(
@@ -198,7 +190,7 @@ def configuration_text(name_or_dir: str) -> str:
     """
     if is_built_in(name_or_dir):
         return name_or_dir
-    config = _configuration(name_or_dir)
+    config = configuration(name_or_dir)
     config.name_or_path = ""
     text: str = config.to_json_string(use_diff=False)
     return text
@@ -264,8 +256,11 @@ def planned_name(name_or_dir: str) -> str:
     )
 
 
-def _configuration(name_or_dir: str) -> Any:
-    """The transformers configuration. A built-in name takes precedence over a directory of the same name."""
+def configuration(name_or_dir: str) -> Any:
+    """The transformers configuration. A built-in name takes precedence over a directory of the same name.
+
+    Raises ConfigError like `build_model`.
+    """
     directory = model_directory(name_or_dir)
     if directory is not None:
         return _read_configuration(directory)

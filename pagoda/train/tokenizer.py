@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.errors import ConfigError
 from pagoda.memory.files import read_regular
-from pagoda.models.build import import_transformers, vocabulary_of
+from pagoda.models.build import configuration, import_transformers
 from pagoda.models.gguf import gguf_in
 from pagoda.train.chat import ChatTemplate, common_prefix_length, trl_version
 from pagoda.train.records import Document, Message
@@ -37,6 +37,11 @@ Encoded = npt.NDArray[np.int32]
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files of a directory that belong to a tokenizer, sorted by name."""
     return sorted({path for pattern in _FILES for path in directory.glob(pattern) if path.is_file()})
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether there is a tokenizer in a directory, or in a GGUF file that is there or is the path."""
+    return gguf_in(path) is not None or bool(tokenizer_files(path))
 
 
 class Tokenizer:
@@ -207,19 +212,16 @@ def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
         directory = Path(asked)
         if not directory.is_dir() or not tokenizer_files(directory):
             raise ConfigError(f"--tokenizer {asked} is not a directory with the files of a tokenizer, nor 'bytes'")
-    if directory is not None and gguf_in(directory) is not None:
+    if directory is not None and has_tokenizer(directory):
         return Tokenizer(directory)
-    if directory is None or not (tokenizer_files(directory) or weight_files(directory)):
-        return ByteTokenizer()
-    if not tokenizer_files(directory):
-        known = vocabulary_of(str(directory))
+    if directory is not None and weight_files(directory):
+        known = getattr(configuration(str(directory)).get_text_config(), "vocab_size", None)
         if known != VOCABULARY:
             raise ConfigError(
                 f"{directory} has weights for {known} tokens, and no tokenizer: put the files of its tokenizer there, "
                 "or name their directory with --tokenizer. Weights that were trained on bytes need --tokenizer bytes"
             )
-        return ByteTokenizer()
-    return Tokenizer(directory)
+    return ByteTokenizer()
 
 
 def _specials(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

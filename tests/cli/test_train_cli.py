@@ -12,8 +12,8 @@ import torch
 from files import content_of
 from safetensors.torch import save_file
 
-from pagoda.checkpoint.pending import PendingCheckpoint
 from pagoda.cli.main import main
+from pagoda.integrations.checkpoints import Checkpoints
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train.metrics import read_metrics
 from pagoda.train.settings_file import read_settings
@@ -117,7 +117,7 @@ def test_a_signal_after_the_last_step_does_not_stop_the_last_checkpoint(
     wait = PagedOptimizer.wait_for_checkpoint
 
     def interrupted(optimizer: PagedOptimizer) -> None:
-        if sys._getframe(2).f_code is PendingCheckpoint.finish.__code__:  # the last wait of the run
+        if sys._getframe(2).f_code is Checkpoints._complete.__code__:  # the last wait of the run
             signal.raise_signal(signal.SIGINT)
         wait(optimizer)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import xxhash
 
-from pagoda.checkpoint import pending
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.cli.main import main
+from pagoda.integrations import checkpoints
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import STATE
 from pagoda.train.metrics import read_metrics
@@ -84,7 +84,7 @@ def run_line(out: Path, args: list[str], run: str | None, record: list[Any] | No
         recorder = ctypes.CDLL(os.environ["LD_PRELOAD"])
         recorder.recorder_start.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_long] * 2 + [ctypes.c_int]
         recorder.recorder_start(root.encode(), log.encode(), first, last, error)
-    pending.PATIENCE_S, pending.RETRY_S = PATIENCE_S, RETRY_S
+    checkpoints.PATIENCE_S, checkpoints.RETRY_S = PATIENCE_S, RETRY_S
     if restored:
         say_what_is_restored(out / "restored")
     try:

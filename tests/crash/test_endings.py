@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from pagoda.checkpoint import pending, snapshot
+from pagoda.checkpoint import snapshot
 from pagoda.cli.main import main
+from pagoda.integrations import checkpoints
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train import assembly
 from pagoda.train.evaluate import Evaluator
@@ -38,7 +39,7 @@ PHASES: dict[str, tuple[object, str, Callable[..., bool]]] = {
     "when its files are made": (RunDir, "create", lambda *_: True),
     "in a checkpoint": (snapshot, "write_manifest", lambda _, content: content["extra"]["step"] == EVERY),
     "in the last checkpoint": (snapshot, "write_manifest", lambda _, content: content["extra"]["step"] == STEPS),
-    "after the last step": (pending.PendingCheckpoint, "finish", lambda *_: True),
+    "after the last step": (checkpoints.Checkpoints, "_complete", lambda *_: True),
     "when it closes": (PagedOptimizer, "close", lambda *_: True),
 }
 """Phase -> the function that is called then, and which of its calls."""
@@ -136,7 +137,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str
 def test_a_run_that_ends_in_any_phase_goes_on_to_the_same_bits(
     phase: str, fault: str, whole: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "RETRY_S", 0.3)
+    monkeypatch.setattr(checkpoints, "RETRY_S", 0.3)
     flags, expected = whole
     run = tmp_path / "run"
 

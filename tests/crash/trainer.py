@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pagoda.checkpoint import pending
-from pagoda.integrations import Paging
+from pagoda.integrations import Paging, checkpoints
 from pagoda.integrations.staging import STATE
 from pagoda.integrations.states import numbered
 from pagoda.integrations.transformers import Trainer
@@ -31,7 +30,7 @@ def train(
     for number in (1, 2):
         os.dup2(said, number)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    pending.PATIENCE_S, pending.RETRY_S = PATIENCE_S, RETRY_S
+    checkpoints.PATIENCE_S, checkpoints.RETRY_S = PATIENCE_S, RETRY_S
     if record is not None:
         folder, log, first, last, error = record
         recorder = ctypes.CDLL(os.environ["LD_PRELOAD"])

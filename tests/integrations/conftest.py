@@ -7,7 +7,7 @@ import pytest
 import torch
 from garbage import only_of_this_test
 
-from pagoda.checkpoint import pending
+from pagoda.integrations import checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -28,5 +28,5 @@ def _as_in_a_new_process() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A last checkpoint that cannot be written is not retried for long."""
-    monkeypatch.setattr(pending, "PATIENCE_S", 2.0)
-    monkeypatch.setattr(pending, "RETRY_S", 0.05)
+    monkeypatch.setattr(checkpoints, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(checkpoints, "RETRY_S", 0.05)

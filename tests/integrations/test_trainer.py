@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 
 import pagoda
 from integrations.tiny_text import Calls, arguments, logged, memory, model, samples, warmed
@@ -212,6 +212,24 @@ def test_the_best_model_comes_back(paged: Make, tmp_path: Path) -> None:
     assert min(losses) < losses[-1]
     assert trainer.evaluate()["eval_loss"] == min(losses)
     assert len([*(tmp_path / "paged").glob("checkpoint-*")]) <= 2
+
+
+def test_a_checkpoint_with_a_file_of_the_users_is_not_deleted_at_the_end(paged: Make, tmp_path: Path) -> None:
+    settings = {"max_steps": 3, "learning_rate": 0.3, "lr_scheduler_type": "constant"}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps"}
+    trainer = paged(**settings, save_total_limit=1, load_best_model_at_end=True, given={"eval_dataset": samples(4)})
+    notes = tmp_path / "paged" / "checkpoint-3" / STATE / "notes.txt"
+
+    class Notes(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if notes.parent.exists():
+                notes.write_text("mine")
+
+    trainer.add_callback(Notes())
+    trainer.train()
+    assert "checkpoint-3" not in trainer.state.best_model_checkpoint
+    assert notes.read_text() == "mine"
+    assert {path.name for path in (tmp_path / "paged").iterdir()} >= {"checkpoint-3"}
 
 
 @pytest.mark.parametrize("only_model", [False, True])

@@ -19,9 +19,9 @@ from transformers.trainer_utils import get_last_checkpoint
 import pagoda
 from integrations.test_trainer import Make, logged, paged, stock
 from integrations.tiny_text import Calls, memory, model, samples
-from pagoda.checkpoint import pending, snapshot
+from pagoda.checkpoint import snapshot
 from pagoda.cli.main import main
-from pagoda.integrations import seals
+from pagoda.integrations import checkpoints, seals
 from pagoda.integrations.staging import STATE, Staged
 from pagoda.memory.ssd.orphans import orphans_in
 from tests.train.test_signals import usual
@@ -119,7 +119,7 @@ def test_the_last_checkpoint_is_tried_again_and_its_error_is_raised(
     assert "The state is still in memory" in capfd.readouterr().err
     assert names(tmp_path / "paged") == ["checkpoint-3"]
     fill_disk(10**6, monkeypatch)
-    monkeypatch.setattr(pending, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(checkpoints, "PATIENCE_S", 0.2)
     with pytest.raises(pagoda.StorageError, match="No space left"):
         paged("other", save_strategy="steps", save_steps=3, max_steps=3).train()
     assert names(tmp_path / "other") == []

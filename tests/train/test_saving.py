@@ -14,9 +14,10 @@ import pytest
 from files import fill_disk
 from rich.console import Console
 
-from pagoda.checkpoint import pending, snapshot
+from pagoda.checkpoint import snapshot
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError, StorageError
+from pagoda.integrations import checkpoints as saving
 from pagoda.memory.sizes import format_bytes
 from pagoda.train import TrainConfig, run
 from pagoda.train.metrics import read_metrics
@@ -102,14 +103,14 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_not_saved_to_the_same_bits(
 def test_a_signal_ends_the_tries_which_are_said_each_minute(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pending, "RETRY_S", 0.01)
-    monkeypatch.setattr(pending, "_SAY_S", 0.0)
+    monkeypatch.setattr(saving, "RETRY_S", 0.01)
+    monkeypatch.setattr(saving, "_SAY_S", 0.0)
     config, tries = replace(config, save_steps=0, max_steps=2), [0]
 
     def full(*_: Any) -> None:
         tries[0] += 1
         if tries[0] == 3:
-            monkeypatch.setattr(pending, "RETRY_S", 1e6)
+            monkeypatch.setattr(saving, "RETRY_S", 1e6)
             os.kill(os.getpid(), signal.SIGTERM)
         raise OSError(errno.ENOSPC, "No space left on device")
 
