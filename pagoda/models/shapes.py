@@ -7,7 +7,7 @@ Sizes are counted by building a shape, so none is written down here.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pagoda.errors import ConfigError, unknown_name
@@ -27,6 +27,8 @@ HOW_TO_NAME = (
 """The way out of a wrong name."""
 
 Setting = int | float | bool | str | dict[str, float | str] | None
+Sizes = tuple[int, int, int, int, int]
+"""Hidden, layers, query heads, key heads, width of the MLP."""
 
 
 @dataclass(frozen=True)
@@ -40,34 +42,16 @@ class ModelShape:
     """Names on the Hugging Face Hub of published models that have this shape."""
 
 
-def _llama(
-    name: str, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **others: Setting
-) -> ModelShape:
-    settings: dict[str, Setting] = {
-        "vocab_size": 32_000,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 8_192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "tie_word_embeddings": True,
-    }
-    return ModelShape(name, "llama", {**settings, **others})
-
-
 def _published(
     family: Family,
     name: str,
     hub_names: str,
-    sizes: tuple[int, int, int, int, int],
+    sizes: Sizes,
     vocab: int,
     positions: int,
     **others: Setting,
 ) -> ModelShape:
-    """The shape of a published model, without the scaling of its positions. `sizes`: hidden, layers, query heads, key
-    heads, width of the MLP. `hub_names` has spaces between."""
+    """The shape of a published model, without the scaling of its positions. `hub_names` has spaces between."""
     hidden, layers, heads, kv_heads, intermediate = sizes
     settings: dict[str, Setting] = {
         "vocab_size": vocab,
@@ -82,12 +66,17 @@ def _published(
     return ModelShape(name, family, {**settings, **others}, tuple(hub_names.split()))
 
 
-def _llama3(name: str, hub_names: str, sizes: tuple[int, int, int, int, int], **others: Setting) -> ModelShape:
+def _llama(name: str, sizes: Sizes, vocab: int = 32_000, theta: float = 10_000.0, tied: bool = True) -> ModelShape:
+    rope: Setting = {"rope_type": "default", "rope_theta": theta}
+    return _published("llama", name, "", sizes, vocab, 8_192, rope_parameters=rope, tie_word_embeddings=tied)
+
+
+def _llama3(name: str, hub_names: str, sizes: Sizes, **others: Setting) -> ModelShape:
     rope: Setting = {"rope_type": "default", "rope_theta": 500_000.0}
     return _published("llama", name, hub_names, sizes, 128_256, 131_072, rope_parameters=rope, **others)
 
 
-def _qwen3(name: str, sizes: tuple[int, int, int, int, int], **others: Setting) -> ModelShape:
+def _qwen3(name: str, sizes: Sizes, **others: Setting) -> ModelShape:
     size = name.removeprefix("qwen3-").upper()
     hub_names = f"Qwen/Qwen3-{size} Qwen/Qwen3-{size}-Base"
     return _published("qwen3", name, hub_names, sizes, 151_936, 40_960, head_dim=128, **others)
@@ -100,14 +89,14 @@ def _gpt_oss(size: str, layers: int, experts: int) -> ModelShape:
     return _published("gpt_oss", name, f"openai/{name}", sizes, 201_088, 131_072, **mixture)
 
 
-def _gemma3(size: str, sizes: tuple[int, int, int, int, int], **others: Setting) -> ModelShape:
+def _gemma3(size: str, sizes: Sizes, **others: Setting) -> ModelShape:
     """The language model of a Gemma 3, without the encoder of images that the larger ones have."""
     hub_names = f"google/gemma-3-{size}-it google/gemma-3-{size}-pt"
     settings: dict[str, Setting] = {"head_dim": 256, "sliding_window": 1_024, "tie_word_embeddings": True, **others}
     return _published("gemma3_text", f"gemma3-{size}", hub_names, sizes, 262_208, 131_072, **settings)
 
 
-def _smollm2(size: str, sizes: tuple[int, int, int, int, int]) -> ModelShape:
+def _smollm2(size: str, sizes: Sizes) -> ModelShape:
     hub_names = f"HuggingFaceTB/SmolLM2-{size} HuggingFaceTB/SmolLM2-{size}-Instruct"
     return _published("llama", f"smollm2-{size.lower()}", hub_names, sizes, 49_152, 8_192, tie_word_embeddings=True)
 
@@ -119,31 +108,25 @@ def _gpt2(name: str, hidden: int, layers: int, heads: int, **others: Setting) ->
 def _mixture(
     family: Family,
     name: str,
-    hidden: int,
-    layers: int,
-    heads: tuple[int, int],
+    sizes: Sizes,
     experts: tuple[int, int, int],
+    vocab: int = _SMALL_VOCAB,
+    positions: int = 8_192,
+    hub_names: str = "",
     **others: Setting,
 ) -> ModelShape:
-    """A Mixtral or a Qwen3-MoE. `heads`: numbers of query heads and key heads. `experts`: number of experts, experts
-    for each token, width of an expert."""
+    """A Mixtral or a Qwen3-MoE. `experts`: number of experts, experts for each token, width of an expert."""
     count, chosen, width = experts
-    named = {
-        "mixtral": {"num_local_experts": count, "intermediate_size": width},
+    named: dict[str, dict[str, Setting]] = {
+        "mixtral": {"num_local_experts": count},
         "qwen3_moe": {"num_experts": count, "moe_intermediate_size": width, "norm_topk_prob": True},
     }
-    settings: dict[str, Setting] = {
-        "vocab_size": _SMALL_VOCAB,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
+    usual: dict[str, Setting] = {
         "num_experts_per_tok": chosen,
-        "max_position_embeddings": 8_192,
         "tie_word_embeddings": True,
         "output_router_logits": True,  # the loss then has the load-balancing loss
     }
-    return ModelShape(name, family, {**settings, **named[family], **others})
+    return _published(family, name, hub_names, sizes, vocab, positions, **{**usual, **named[family], **others})
 
 
 def _switch(
@@ -169,30 +152,25 @@ def _switch(
     return ModelShape(name, "switch_transformers", settings)
 
 
-def _untied(vocab: int, positions: int, rope_theta: float = 1e6) -> dict[str, Setting]:
-    """The settings in which published models differ from the small ones."""
-    return {
-        "vocab_size": vocab,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
-    }
-
-
 def _hub_llama(*versions: str) -> str:
     return " ".join(f"meta-llama/Llama-{version}{kind}" for version in versions for kind in ("", "-Instruct"))
 
 
+_UNTIED: dict[str, Setting] = {
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+"""The settings in which published mixtures differ from the small ones."""
 _MISTRAL_SMALL = "mistralai/Mistral-Small-24B-Base-2501 mistralai/Mistral-Small-24B-Instruct-2501"
 _BUILT_IN = (
     #      name          hidden layers heads kv intermediate
-    _llama("llama-15m", 288, 6, 6, 6, 768),
-    _llama("llama-110m", 768, 12, 12, 12, 2_048),
-    _llama("llama-215m", 1_024, 14, 16, 16, 2_880),
-    _llama("llama-1b", 2_048, 16, 32, 8, 8_192),
-    _llama("llama-3b", 3_072, 28, 24, 8, 8_192),
-    _llama("llama-5b", 4_096, 28, 32, 8, 11_008),
-    _llama("llama-8b", 4_096, 32, 32, 8, 14_336, **_untied(128_256, 8_192, 500_000.0)),
+    _llama("llama-15m", (288, 6, 6, 6, 768)),
+    _llama("llama-110m", (768, 12, 12, 12, 2_048)),
+    _llama("llama-215m", (1_024, 14, 16, 16, 2_880)),
+    _llama("llama-1b", (2_048, 16, 32, 8, 8_192)),
+    _llama("llama-3b", (3_072, 28, 24, 8, 8_192)),
+    _llama("llama-5b", (4_096, 28, 32, 8, 11_008)),
+    _llama("llama-8b", (4_096, 32, 32, 8, 14_336), 128_256, 500_000.0, tied=False),
     #                                              hidden layers heads kv intermediate
     _smollm2("135M", (576, 30, 9, 3, 1_536)),
     _smollm2("360M", (960, 32, 15, 5, 2_560)),
@@ -225,17 +203,21 @@ _BUILT_IN = (
     _gpt2("gpt2-medium", 1_024, 24, 16),
     _gpt2("gpt2-large", 1_280, 36, 20),
     _gpt2("gpt2-xl", 1_600, 48, 25),
-    #                     name          hidden layers heads experts
-    _mixture("mixtral", "mixtral-15m", 192, 6, (6, 2), (8, 2, 512)),
-    _mixture("mixtral", "mixtral-120m", 384, 6, (6, 2), (16, 2, 1_024)),
-    _mixture("mixtral", "mixtral-1b", 768, 12, (12, 4), (16, 2, 2_048), vocab_size=32_000),
-    _mixture("mixtral", "mixtral-8x7b", 4_096, 32, (32, 8), (8, 2, 14_336), **_untied(32_000, 32_768)),
-    _mixture("qwen3_moe", "qwen3-moe-15m", 192, 6, (6, 2), (32, 4, 128), head_dim=32),
-    replace(
-        _mixture(
-            "qwen3_moe", "qwen3-moe-30b", 2_048, 48, (32, 4), (128, 8, 768), head_dim=128, **_untied(151_936, 40_960)
-        ),
-        hub_names=("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base"),
+    _mixture("mixtral", "mixtral-15m", (192, 6, 6, 2, 512), (8, 2, 512)),
+    _mixture("mixtral", "mixtral-120m", (384, 6, 6, 2, 1_024), (16, 2, 1_024)),
+    _mixture("mixtral", "mixtral-1b", (768, 12, 12, 4, 2_048), (16, 2, 2_048), 32_000),
+    _mixture("mixtral", "mixtral-8x7b", (4_096, 32, 32, 8, 14_336), (8, 2, 14_336), 32_000, 32_768, "", **_UNTIED),
+    _mixture("qwen3_moe", "qwen3-moe-15m", (192, 6, 6, 2, 6_144), (32, 4, 128), head_dim=32),
+    _mixture(
+        "qwen3_moe",
+        "qwen3-moe-30b",
+        (2_048, 48, 32, 4, 6_144),
+        (128, 8, 768),
+        151_936,
+        40_960,
+        "Qwen/Qwen3-30B-A3B Qwen/Qwen3-30B-A3B-Base",
+        head_dim=128,
+        **_UNTIED,
     ),
     _gpt_oss("20b", 24, 32),
     _gpt_oss("120b", 36, 128),
