@@ -224,7 +224,7 @@ class Engine:
         self.damage.check()
         if not all(self.of_all_ranks("whether updates have ended", self.scheduler.drained)):
             return False
-        self.accesses.agree("moving states to other homes")
+        self.collectives.agree_to_change("moving states to other homes")
         self.accesses.wait_until_idle()
         self.saver.settle()
         gc.collect()  # reference cycles may keep views of leases alive
@@ -333,7 +333,7 @@ class Engine:
         self.accesses.compute_lock.run(self._executor.updates.give_up)
         try:
             self.accesses.compute_lock.run(self.stepper.drop_step)
-            self.accesses.agree("loading a checkpoint")
+            self.collectives.agree_to_change("loading a checkpoint")
             self.accesses.wait_until_idle()  # what that has called off must have ended before states change
             self.saver.settle()
         finally:
@@ -359,7 +359,7 @@ class Engine:
         with self.alone():
             self.check_between_steps()
             self.drain()
-            self.accesses.agree("changing weights or other states")
+            self.collectives.agree_to_change("changing weights or other states")
             self.accesses.wait_until_idle()
             self.saver.settle()
             with holding_signals():

@@ -568,13 +568,8 @@ _CHANGES: dict[str, dict[str, tuple[str, str, str]]] = {
             "        self.leases.access(unit)",
             "schedule/test_schedule.py",
         ),
-        "a skipped step is applied": (
-            "if skipped or record.unit in unused:",
-            "if record.unit in unused:",
-            "schedule/test_schedule.py",
-        ),
         "a speculative update stands though gradients are clipped": (
-            "        if clipped or skipped:\n            self.updates.call_off_all()\n",
+            "        if clipped:\n            self.updates.call_off_all()\n",
             "",
             "schedule/test_schedule.py",
         ),

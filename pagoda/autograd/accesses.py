@@ -27,7 +27,7 @@ from pagoda.runtime.meter import StepMeter
 from pagoda.runtime.stats import Staleness
 from pagoda.schedule.records import Lease
 from pagoda.schedule.scheduler import Scheduler
-from pagoda.schedule.served import Served
+from pagoda.schedule.served import Served, count_access
 
 LET_UPDATES_WAIT = "leave out wrap(gradient_accumulation_steps=...) (in a Trainer: Paging(backward_passes=None))"
 """How a user keeps units from being updated during backward."""
@@ -148,7 +148,12 @@ class Accesses:
     def check_open(self) -> None:
         """Raises UsageError once closed, and in a forked process. Raises StorageError if an event was left half
         done."""
-        self.check_not_closed()
+        self.check_not_forked()
+        if self.closed:
+            raise UsageError(
+                "The optimizer is closed, and the states of its model are gone with it. Evaluate the model, and take "
+                "state_dict() or save_checkpoint(), before optimizer.close()."
+            )
         if self.stopped:
             self._executor.damage.check()
 
@@ -160,15 +165,6 @@ class Accesses:
     def check_not_forked(self) -> None:
         """Raises UsageError in a forked process."""
         check_not_forked(self._forks)
-
-    def check_not_closed(self) -> None:
-        """Raises UsageError once closed, and in a forked process."""
-        self.check_not_forked()
-        if self.closed:
-            raise UsageError(
-                "The optimizer is closed, and the states of its model are gone with it. Evaluate the model, and take "
-                "state_dict() or save_checkpoint(), before optimizer.close()."
-            )
 
     def check_usable(self) -> None:
         """Raises UsageError once closed, and StorageError if states are damaged."""
@@ -185,10 +181,6 @@ class Accesses:
             )
         self.check_usable()
         unit.used = True
-        return self._begin(unit, phase)
-
-    @event
-    def _begin(self, unit: LiveUnit, phase: Phase) -> LeasedWeights:
         self.computing()
         if self._uses[phase][unit.index]:
             self._wait_on_stream(unit)
@@ -207,14 +199,6 @@ class Accesses:
         """Before a forward, a step or a checkpoint: take what the user has changed outside of pages."""
         for function in self.before_use:
             function()
-
-    def begin_forward(self) -> None:
-        """Compute begins a forward of the model for a step."""
-        self.collectives.begin_forward()
-
-    def end_forward(self, recorded: bool) -> None:
-        """Compute ends a forward of the model, for a step if that is `recorded`, else to evaluate."""
-        self.collectives.end_forward(recorded)
 
     def edition(self, unit: LiveUnit) -> int:
         """How often a unit's weights were changed."""
@@ -276,7 +260,8 @@ class Accesses:
             raise
         if access != self._last:
             self._last = access
-            self.meter.accessed(Served(self.plan.source(unit.index), found, time.perf_counter() - start))
+            served = Served(self.plan.source(unit.index), found, time.perf_counter() - start)
+            count_access(self.meter.accesses, served)
         if recorded and self.plan.options.asynchronous:
             self._note_staleness(unit, phase)
         if (recorder := self.meter.recorder) is not None:
@@ -319,18 +304,13 @@ class Accesses:
         if not until():
             self.compute_lock.waiting(self._executor.raise_failure)
 
-    def agree(self, what: str) -> None:
-        """Return when all ranks do the named thing, which changes weights. Raises UsageError if some do another
-        thing."""
-        self.collectives.agree_to_change(what)
-
     def drain(self, show: bool = True) -> None:
         """Wait until every requested update has ended, and call speculative ones off. `show`: later steps see all
         updates, also asynchronous ones."""
         scheduler = self._scheduler
         weights = [scheduler.weights(unit.index) for unit in self.plan.units]
         if not self.closed and any(of.lag if show else of.unannounced for of in weights):
-            self.agree("applying all asynchronous updates")
+            self.collectives.agree_to_change("applying all asynchronous updates")
         self.compute_lock.run(self._drain, show)
 
     def _drain(self, show: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagoda.autograd.accesses import event
 from pagoda.autograd.gradient_values import TOO_LATE
 from pagoda.autograd.loss_scale import not_scaled
 from pagoda.errors import NonFiniteGradientError, UsageError
@@ -35,6 +36,7 @@ class Clipping:
     def __init__(self, stepper: "Stepper", groups: Groups, stages: Stages | None) -> None:
         self._stepper, self._groups, self._stages = stepper, groups, stages
         self._accesses, self._gradients = stepper.accesses, stepper.gradients
+        self.compute_lock = stepper.accesses.compute_lock
         self._rank_group, self._scaler, self._values = stepper.rank_group, stepper.scaler, stepper.values
 
     def norms(self, asked_by: str) -> Norms:
@@ -55,11 +57,9 @@ class Clipping:
             raise non_finite_error(first)
         return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
 
+    @event
     def clip(self, limit: float) -> float:
         """Clip this step's gradients. Returns their norm before clipping."""
-        return self._accesses.compute_lock.run(self._clip, limit)
-
-    def _clip(self, limit: float) -> float:
         if not limit >= 0:
             raise UsageError(f"optimizer.clip_grad_norm_ was called with max_norm={limit}: it must be 0 or more.")
         if self._accesses.plan.options.update_during_backward:

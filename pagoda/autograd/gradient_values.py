@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pagoda.autograd.accesses import LET_UPDATES_WAIT
+from pagoda.autograd.accesses import LET_UPDATES_WAIT, event
 from pagoda.errors import UsageError
 from pagoda.parameters.hidden import as_plain
 from pagoda.parameters.unit import LiveUnit
@@ -52,6 +52,7 @@ class GradientValues:
     def __init__(self, stepper: "Stepper", executor: Executor) -> None:
         self._stepper, self._executor = stepper, executor
         self._accesses, self._gradients = stepper.accesses, stepper.gradients
+        self.compute_lock = stepper.accesses.compute_lock
         self._rank_group, self._scaler = stepper.rank_group, stepper.scaler
         self._late = self._accesses.plan.options.update_during_backward
         self.factors: dict[tuple[int, int], float] = {}
@@ -75,15 +76,13 @@ class GradientValues:
 
     # --- without values ---
 
+    @event
     def norm(self, unit: LiveUnit, slot: int) -> float:
         """2-norm, over all ranks, of the gradient that `param.grad` shows. Waits until it is in its buffer.
 
         With several ranks, every rank must ask at the same point of its program. The first such call computes the norms
         of all parameters.
         """
-        return self._accesses.compute_lock.run(self._norm, unit, slot)
-
-    def _norm(self, unit: LiveUnit, slot: int) -> float:
         gradient = self._gradients.latest(unit)
         if gradient is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
@@ -111,11 +110,9 @@ class GradientValues:
 
     # --- with values ---
 
+    @event
     def read(self, unit: LiveUnit, slot: int, asked_by: str) -> ValuesCopy:
         """A copy of a gradient, as plain PyTorch has it."""
-        return self._accesses.compute_lock.run(self._read, unit, slot, asked_by)
-
-    def _read(self, unit: LiveUnit, slot: int, asked_by: str) -> ValuesCopy:
         with self._together(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
             gradient = self._gradients.get(unit)
             assert gradient is not None, "a marker stands for it"
@@ -125,16 +122,12 @@ class GradientValues:
             kept = self._accesses.collectives.completed(unit.spec, GRAD, start, kept)
             return self._shown(unit, slot, kept.to(unit.blanks[slot].device))
 
+    @event
     def write(
         self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: ValuesCopy | None = None
     ) -> None:
         """Let `values`, in the shape and dtype of the parameter, be its gradient. `reading`: what they were made of.
         Elements that have not changed since keep the precision that pages have."""
-        self._accesses.compute_lock.run(self._write, unit, slot, values, asked_by, reading)
-
-    def _write(
-        self, unit: LiveUnit, slot: int, values: torch.Tensor, asked_by: str, reading: ValuesCopy | None
-    ) -> None:
         dtype, scale = self._gradients.dtype(unit), self._scaler.scale
         with self._together(unit, slot, asked_by), torch.inference_mode(False), torch.no_grad():
             values = values.detach() if values.layout is torch.strided else values.detach().to_dense()

@@ -136,12 +136,12 @@ class ModelHooks:
             accesses, recorded = self._engine.accesses, torch.is_grad_enabled()
             accesses.take_changes()
             if recorded:
-                accesses.begin_forward()
+                accesses.collectives.begin_forward()
                 self._engine.graphs.begin_forward((args, kwargs))
             try:
                 return active_forwards.run(units, call, *args, **kwargs)
             finally:
-                accesses.end_forward(recorded)
+                accesses.collectives.end_forward(recorded)
 
     def _refuse_compiling(self, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]

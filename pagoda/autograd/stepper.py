@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses
+from pagoda.autograd.accesses import LET_UPDATES_WAIT, Accesses, event
 from pagoda.autograd.clipping import Clipping, Norms
 from pagoda.autograd.gradient_values import GradientValues
 from pagoda.autograd.loss_scale import LossScaler, not_scaled
@@ -48,6 +48,7 @@ class Stepper:
     _stages: Stages | None
 
     def __post_init__(self) -> None:
+        self.compute_lock = self.accesses.compute_lock
         self._options = self.accesses.plan.options
         self.scheduler = self._executor.driver.scheduler
         self.queued = 0
@@ -117,7 +118,7 @@ class Stepper:
     def _await_buffers(self, gradient: UnitGradient) -> None:
         """Wait until every gradient that autograd has made has a buffer. `gradient` is named if there is no room."""
         refuse = partial(self._executor.refuse_gradient, gradient.unit)
-        self.accesses.wait(lambda: self.scheduler.buffer_awaited is None, LaneName.D2H, refuse)
+        self.accesses.wait(lambda: not self.scheduler.buffer_awaited, LaneName.D2H, refuse)
 
     def _prepare_early(self, gradient: UnitGradient) -> None:
         """Prepare the update of a unit before `step()`. It is right if `step()` clips nothing and no hyperparameter
@@ -129,11 +130,9 @@ class Stepper:
         gradient.hypers = self._early_hypers.of(gradient.unit, lambda _: 1.0 / self.scaler.scale)
         gradient.segments = segments_of(gradient.unit, gradient.hypers)
 
+    @event
     def updates_have_begun(self) -> bool:
         """Whether some unit has begun its update of this step during backward."""
-        return self.accesses.compute_lock.run(self._updates_have_begun)
-
-    def _updates_have_begun(self) -> bool:
         self.accesses.end_read()
         return any(unit.updated for unit in self._units)
 
@@ -193,7 +192,7 @@ class Stepper:
                 raise NonFiniteGradientError(f"{error} {self._told(applied)}") from None
             if self.scaler.skips_always:
                 warnings.warn(f"A step is skipped. {error}", stacklevel=4)
-            self.accesses.tell(partial(self.scheduler.end_step, skipped=True))
+            self.accesses.tell(self.scheduler.end_step, True)
             self.scaler.end_step(skipped=True)
             return None
         except Exception as error:

@@ -1,20 +1,18 @@
 """Shards: this rank's part of every unit, and the ranks that have the other parts."""
 
 from pagoda.mesh.mesh import Mesh
-from pagoda.mesh.world import World
 from pagoda.plan.layout import WEIGHT, Layout
-from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 
 
 class Shards:
-    """Which rank has which elements of each unit. Without a mesh, this rank has all of them."""
+    """Which rank has which elements of each unit."""
 
-    def __init__(self, layout: Layout, mesh: Mesh | None) -> None:
+    def __init__(self, layout: Layout, mesh: Mesh) -> None:
         self._layout = layout
         self.slices = layout.slices
-        self._mesh = mesh or Mesh(World(), Ranks(1, 1))
+        self._mesh = mesh
         self.rank = self._mesh.rank
         self.copies = self._mesh.copies()
         """The ranks that have the same slices as this one, one in each replica."""

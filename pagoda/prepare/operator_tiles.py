@@ -172,14 +172,30 @@ class Tiling:
             if most_looked_up is not None and module in lookups and weight.numel() > most_looked_up:
                 check_lookup(names[module], lookups[module])
                 continue
-            users = self._users[id(weight)]
-            whole = next((user for user in users if not _can_be_tiled(user) or user not in self._parents), None)
-            if whole is None:
+            reasons = (self._stays_whole(user, names[user], weight) for user in self._users[id(weight)])
+            reason = next(filter(None, reasons), "")
+            if not reason:
                 # Such as transformers' for checkpointed models: they run after the forward of the tiles.
                 tiled = _with_hooks(self._tiles_of(module, weight, most_elements), module, _FORWARD_HOOKS)
                 self._replaced.append((self._parents[module], module, tiled))
             elif isinstance(module, (nn.Linear, nn.Embedding)):
-                warnings.warn(_stays_whole(model, module, whole), stacklevel=2)
+                warnings.warn(f"tile_limit leaves layer {names[module]!r} whole: {reason}.", stacklevel=2)
+
+    def _stays_whole(self, layer: nn.Module, name: str, weight: nn.Parameter) -> str:
+        """Why a layer that uses a weight cannot be tiled, or "" if it can."""
+        if layer not in self._parents:
+            return "it is the model itself"
+        if as_dtensor(weight) is not None:
+            return "tensor parallelism has divided it, and this rank's part is still larger"
+        if _changes_forward(layer):
+            return f"{name!r} has hooks before its forward, or a forward of its own"
+        if _hooked(layer, _FORWARD_HOOKS):
+            return f"{name!r} or one of its parameters has hooks, or is in the graph of an earlier forward"
+        if type(layer) is nn.Embedding:
+            is_plain = layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+        else:
+            is_plain = type(layer) in _LINEARS and weight.layout is torch.strided
+        return "" if is_plain else f"{name!r}, a {type(layer).__name__}, may do more with it than multiply or look up"
 
     def renamed(self, names: Iterable[str]) -> list[str]:
         """The names that parameters have now: a parameter in tiles becomes its parts on this rank."""
@@ -321,35 +337,6 @@ def _with_hooks(
     for name in names:
         setattr(made, name, getattr(layer, name))
     return made
-
-
-def _stays_whole(model: nn.Module, layer: nn.Module, reason: nn.Module) -> str:
-    """The warning for a layer that is larger than a tile. `reason`: the layer with the same weight that prevents
-    tiling."""
-    names = {module: name for name, module in model.named_modules()}
-    if reason is model:
-        why = "it is the model itself"
-    elif as_dtensor(reason.get_parameter("weight")) is not None:
-        why = "tensor parallelism has divided it, and this rank's part is still larger"
-    elif _changes_forward(reason):
-        why = f"{names[reason]!r} has hooks before its forward, or a forward of its own"
-    elif _hooked(reason, _FORWARD_HOOKS):
-        why = f"{names[reason]!r} or one of its parameters has hooks, or is in the graph of an earlier forward"
-    else:
-        why = f"{names[reason]!r}, a {type(reason).__name__}, may do more with it than multiply or look up"
-    return f"tile_limit leaves layer {names[layer]!r} whole: {why}."
-
-
-def _can_be_tiled(layer: nn.Module) -> bool:
-    if (
-        _changes_forward(layer)
-        or _hooked(layer, _FORWARD_HOOKS)
-        or as_dtensor(layer.get_parameter("weight")) is not None
-    ):
-        return False
-    if type(layer) is nn.Embedding:
-        return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
-    return type(layer) in _LINEARS and layer.get_parameter("weight").layout is torch.strided
 
 
 def _put(parents: list[Parent], module: nn.Module) -> None:

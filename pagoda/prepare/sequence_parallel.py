@@ -94,10 +94,7 @@ def divide_sequences(model: nn.Module, ranks: int) -> SequenceRanks:
         raise ConfigError(f"divide_sequences: {ranks} ranks do not divide {world.size} ranks")
     check_division(model, ranks)
     join(world)
-    group = None
-    for first in range(0, world.size, ranks) if world.size > 1 else ():
-        made = dist.new_group([*range(first, first + ranks)])
-        group = made if first <= world.rank < first + ranks else group
+    group: Any = dist.new_subgroups(ranks)[0] if world.size > 1 else None  # type: ignore[no-untyped-call]
     sequences = SequenceRanks(ranks, world.rank % ranks, group)
     if ranks > 1:
         attention_of_whole_rows(model, f"pagoda_sequences_{ranks}", partial(_attend, sequences))

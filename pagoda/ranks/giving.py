@@ -95,11 +95,12 @@ class Giving:
         self._check_version(unit, version)
         if self._edition(unit) == version:
             _end(self._executor.updated(unit))
-        self._executor.lend(unit)
+        driver, others_read = self._executor.driver, self._executor.driver.scheduler.others_read
+        driver.tell(others_read, unit.index, True)
         try:
             yield from self._pieces(unit)
         finally:
-            self._executor.take_back(unit)
+            driver.tell(others_read, unit.index, False)
         self._check_version(unit, version)
 
     def _pieces(self, unit: LiveUnit) -> Iterator[tuple[int, torch.Tensor]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.page import PageRun
 from pagoda.memory.region import Region
-from pagoda.plan.tiers import DEVICE, HOST
+from pagoda.plan.tiers import HOST
 from pagoda.runtime.buffer_pool import BufferPool
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 from pagoda.runtime.store import Store
@@ -176,7 +176,7 @@ class Capture:
         if landing is None:
             return tensor_bytes(source)
         into = landing.view(0, source.nbytes)
-        store.copy_out(source, into, store.tier(piece.unit, piece.state) == DEVICE)
+        store.copy_out(source, into)
         return into
 
 

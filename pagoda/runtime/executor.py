@@ -152,14 +152,6 @@ class Executor:
         self.suspended_by = None
         self.damage.cause = None
 
-    def lend(self, unit: LiveUnit) -> None:
-        """Another rank is about to read a unit's weights in their home."""
-        self.driver.tell(self._scheduler.others_read, unit.index)
-
-    def take_back(self, unit: LiveUnit) -> None:
-        """The other rank has read the weights."""
-        self.driver.tell(self._scheduler.others_have_read, unit.index)
-
     def updated(self, unit: LiveUnit) -> Handle | None:
         """A handle that ends when the unit's latest announced update has written its weights."""
         gradient = self._announced(unit)

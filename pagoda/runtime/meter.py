@@ -10,7 +10,6 @@ from pagoda.plan.planner import Plan
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.schedule.scheduler import Scheduler
-from pagoda.schedule.served import Served, count_access
 from pagoda.schedule.waits import Ended, InFlight, charged
 from pagoda.simulate.timeline import TierUse
 
@@ -59,10 +58,6 @@ class StepMeter:
         """What accesses to weights found: see `schedule/served.py`. Only compute adds to them."""
         for held in (self._frames, self._pages):
             held.restart(self.started)
-
-    def accessed(self, access: Served) -> None:
-        """Compute can read the weights that it has accessed."""
-        count_access(self.accesses, access)
 
     def hold(self, scheduler: Scheduler) -> None:
         """Note what leases and gradient buffers hold now. The driver calls this after events, under its lock."""

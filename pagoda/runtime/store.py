@@ -90,23 +90,19 @@ class Store:
 
     def open(self, plan: Plan) -> None:
         """Take the memory of a plan. Extents have no values yet, and none on SSD before `place_on_ssd`."""
-        device = _open_device_tier(plan, self._device, self._poison)
-        host = self._device.host_arena(max(plan.page_bytes, plan.peak_bytes.get(HOST, 0)), locked=False)
-        self._divide(plan, Region.of(HOST, host, plan.page_bytes, poison=self._poison), device)
-
-    def _divide(self, plan: Plan, host: Region, device: Region | None) -> None:
-        """Take all pages of a plan from its memory."""
         placement = plan.placement
+        device = _open_device_tier(plan, self._device, self._poison)
+        arena = self._device.host_arena(max(plan.page_bytes, plan.peak_bytes.get(HOST, 0)), locked=False)
         self.plan = plan
         self.device = device
         """All pages of a separate device. None if compute reads RAM."""
-        self.host = host
+        self.host = Region.of(HOST, arena, plan.page_bytes, poison=self._poison)
         pools = version_pools(schedule_plan(plan))
         self._regions: dict[str, Region] = {}
         """Tier in memory -> its pages for states."""
         for tier, (homes, spares, reserve) in pools.items():
             if tier != SSD:
-                memory = host if tier == HOST else device
+                memory = self.host if tier == HOST else self.device
                 assert memory is not None, "a plan has states only in tiers that it has"
                 self._regions[tier] = memory.take(sum(homes) + sum(spares) + reserve)
         self.numbers = [
@@ -196,13 +192,9 @@ class Store:
         region = self._regions[self.tier(unit, WEIGHT)].part(self.newest(unit, WEIGHT_BACK))
         return region.tensor(self.dtype(unit, WEIGHT), numel)
 
-    def copy_out(self, source: torch.Tensor, into: memoryview, on_device: bool) -> None:
-        """Copy elements of a state in memory to the bytes of `into`, and wait. `on_device`: from a separate device."""
-        target = torch.frombuffer(into, dtype=source.dtype)
-        if on_device:
-            self._device.copy_out(target, source, PAST).synchronize()
-        else:
-            copy_bytes(target, source)
+    def copy_out(self, source: torch.Tensor, into: memoryview) -> None:
+        """Copy elements of a state on a separate device to the bytes of `into`, and wait."""
+        self._device.copy_out(torch.frombuffer(into, dtype=source.dtype), source, PAST).synchronize()
 
     def lives_on_device(self, unit: int, state: str) -> bool:
         """Whether the home of a state is a separate device."""

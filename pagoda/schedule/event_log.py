@@ -127,13 +127,9 @@ def _decode(operations: Sequence[Operation], encoded: dict[str, Any]) -> Any:
 
 
 def _decode_plan(encoded: dict[str, Any]) -> SchedulePlan:
-    trace, units = encoded["trace"], tuple(UnitPlan(**_with_tuples(unit)) for unit in encoded["units"])
+    trace, units = encoded["trace"], tuple(UnitPlan(**unit) for unit in encoded["units"])
     accesses = tuple(Access(access["unit"], Phase(access["phase"])) for access in trace["accesses"])
     return SchedulePlan(**{**encoded, "units": units, "trace": Trace(accesses, trace["assumed"])})
-
-
-def _with_tuples(unit: dict[str, Any]) -> dict[str, Any]:
-    return {**unit, "states": tuple((tier, pages) for tier, pages in unit["states"])}
 
 
 if __name__ == "__main__":

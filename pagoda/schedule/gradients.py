@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagoda.schedule.frames import Frames
-from pagoda.schedule.operations import GradientMove, Offload, Operation, Reload, SchedulePlan, Spill, Update
+from pagoda.schedule.operations import GradientMove, Offload, Operation, Reload, SchedulePlan, Spill
 from pagoda.schedule.records import GradientRecord
 
 
@@ -45,10 +45,6 @@ class Gradients:
         """Records whose shared buffer something moves or reads."""
         self._waiting: dict[GradientRecord, None] = {}
         """Records that need a buffer for an update or for a gradient that autograd has made."""
-        self._read: dict[GradientRecord, None] = {}
-        """Records that an update reads, in the order in which the updates began."""
-        self._spilled: dict[GradientRecord, None] = {}
-        """Records of which a SPILL is under way."""
         self.spilling_fails = False
         """Whether a SPILL has failed since compute last made a gradient or was told. Until then, none is tried."""
         self._unread: dict[GradientRecord, None] = {}
@@ -100,7 +96,6 @@ class Gradients:
         else:
             record.transferring = False
         if isinstance(move, Spill):
-            del self._spilled[record]
             record.clean = record.clean and not failed
             self.spilling_fails = self.spilling_fails or failed
         elif isinstance(move, Offload):
@@ -127,14 +122,12 @@ class Gradients:
     def use(self, record: GradientRecord) -> None:
         """An update begins to read a gradient."""
         record.in_use = True
-        self._read[record] = None
         self._changed(record)
 
     def used(self, record: GradientRecord, last: bool) -> None:
         """An update has read a gradient. If `last`, the gradient is dropped. Otherwise the update may be called off,
         and another update needs the gradient."""
         record.in_use = False
-        self._read.pop(record, None)
         self._changed(record)
         if last:
             self.drop(record)
@@ -193,18 +186,12 @@ class Gradients:
     @property
     def exhausted(self) -> bool:
         """Whether a gradient has no buffer, and nothing that is under way will free one."""
-        return self.buffer_awaited is not None and not self._busy
+        return self.buffer_awaited and not self._busy
 
     @property
-    def buffer_awaited(self) -> tuple[type[Operation], int] | None:
-        """The operation that will probably free the next buffer, and its unit: a SPILL, the first UPDATE, or an OFFLOAD
-        of any unit. None if no gradient that autograd has made lacks a buffer."""
-        if not any(record.made for record in (*self._waiting, *self._unread)):
-            return None
-        for kind, records in ((Spill, self._spilled), (Update, self._read)):
-            for record in records:
-                return kind, record.unit
-        return Offload, -1
+    def buffer_awaited(self) -> bool:
+        """Whether a gradient that autograd has made lacks a buffer."""
+        return any(record.made for record in (*self._waiting, *self._unread))
 
     # --- decisions ---
 
@@ -267,8 +254,6 @@ class Gradients:
 
     def _transfer(self, move: type[Spill | Reload], record: GradientRecord) -> None:
         record.transferring = True
-        if move is Spill:
-            self._spilled[record] = None
         self._changed(record)
         self._issue(move(record.unit, record))
 

@@ -54,12 +54,9 @@ class Leases:
     def __post_init__(self) -> None:
         plan = self._plan
         self.frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
-        self._leases: dict[int, Lease] = {}
-        """unit -> its lease of frames that has not ended."""
-        self._in_place = [
-            None if of.lease_frames else Lease(unit, PageRun(0, 0), 0) for unit, of in enumerate(plan.units)
-        ]
-        """By unit, its lease without frames."""
+        in_place = (unit for unit, of in enumerate(plan.units) if not of.lease_frames)
+        self._leases = {unit: Lease(unit, PageRun(0, 0), 0, filled=True) for unit in in_place}
+        """unit -> its lease that has not ended."""
         self._owner: dict[int, Lease] = {}
         """first frame -> the lease that holds it. Includes ended leases."""
         self._users = [0] * len(plan.units)
@@ -162,7 +159,7 @@ class Leases:
     def outdate(self, unit: int) -> None:
         """A unit's weights are about to change, so its lease ends."""
         lease = self._leases.get(unit)
-        if lease is not None:
+        if lease is not None and lease.run.count:
             self._end(lease)
 
     def end_step(self, retraced: bool) -> None:
@@ -179,7 +176,7 @@ class Leases:
 
     def of(self, unit: int) -> Lease | None:
         """A unit's lease that has not ended, which may not be filled yet."""
-        return self._leases.get(unit) or self._in_place[unit]
+        return self._leases.get(unit)
 
     def waits(self, unit: int) -> bool:
         """Whether compute has accessed a unit and cannot read its weights yet."""
@@ -213,13 +210,9 @@ class Leases:
     def serve(self) -> None:
         """Resume compute for each unit whose weights it can now read."""
         for unit in [*self._waiting] if self._waiting else ():
-            if self._has_weights(unit) and self._versions.readable(unit) is not None:
+            lease = self._leases.get(unit)
+            if lease is not None and lease.filled and self._versions.readable(unit) is not None:
                 del self._waiting[unit]
-
-    def _has_weights(self, unit: int) -> bool:
-        """Whether a unit's weights are in a lease that compute can read, or need no lease."""
-        lease = self._leases.get(unit)
-        return not self._plan.units[unit].lease_frames or (lease is not None and lease.filled)
 
     def _next(self) -> Iterator[tuple[int, float]]:
         """The units whose leases begin next, each with the time at which it is needed. Those for which compute waits
@@ -235,8 +228,7 @@ class Leases:
 
     def _may_begin(self, unit: int) -> bool:
         """Whether a unit needs a lease, and its weights can be read."""
-        lacks = self._plan.units[unit].lease_frames and unit not in self._leases
-        return bool(lacks) and self._versions.fetchable(unit) is not None
+        return unit not in self._leases and self._versions.fetchable(unit) is not None
 
     def _next_missing(self) -> int | None:
         """The unit to prefetch next: the one that is used first. None also if that unit waits for its update."""
@@ -287,7 +279,7 @@ class Leases:
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease may end to make room for another."""
         settled = lease.ended_by is None and (lease.filled or self._plan.ranks_fetch_alike)
-        return settled and not self._users[lease.unit] and lease.unit != self._last_used
+        return lease.run.count > 0 and settled and not self._users[lease.unit] and lease.unit != self._last_used
 
     def _turn_to(self, unit: int) -> None:
         """Compute has left the unit that it used last."""
@@ -297,7 +289,7 @@ class Leases:
 
     def _note_missing(self, unit: int) -> None:
         """List a unit without a lease for prefetching, at the time of its next use."""
-        if self._plan.units[unit].lease_frames and unit not in self._leases:
+        if unit not in self._leases:
             self.changes = True
             self._missing.put(unit, self._order.next_use(unit))
 

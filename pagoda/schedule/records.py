@@ -110,8 +110,6 @@ class UpdateRecord:
     may_move: bool = False
     """Whether ASK was answered that nothing refers to the weights. Only then may the next version of weights that
     compute reads where they are be elsewhere."""
-    admitted: bool = False
-    """Whether the update counts toward the limit of updates under way."""
     has_read: bool = False
     """Whether the update has read its gradient for the last time."""
     has_written: bool = False

@@ -133,32 +133,26 @@ class Scheduler:
         self.gradients.lend(unit, lent)
         self._pump(ranks_agree=False)
 
-    def end_step(
-        self,
-        clipped: bool = False,
-        skipped: bool = False,
-        changed: Collection[int] = (),
-        unused: Collection[int] = (),
-    ) -> None:
+    def end_step(self, clipped: bool = False, changed: Collection[int] = (), unused: Collection[int] = ()) -> None:
         """`step()` was called: queue an update of each unit that has a gradient. OFFLOADs may still be under way.
 
-        `clipped`: gradients are clipped, so speculative updates are called off first. `skipped`: there are no updates,
-        and gradients are dropped. `changed`: units whose hyperparameters differ from those that their speculative
-        update used. Their updates are called off too. `unused`: units whose gradients were dropped.
+        `clipped`: gradients are clipped, or were dropped because one is not finite, so speculative updates are called
+        off first. `changed`: units whose hyperparameters differ from those that their speculative update used. Their
+        updates are called off too. `unused`: units whose gradients were dropped.
         """
-        if clipped or skipped:
+        if clipped:
             self.updates.call_off_all()
         for unit in (*changed, *unused):
             self.updates.call_off(unit)
         self.staleness.end_step()
         for record in self.gradients.take_all():
-            if skipped or record.unit in unused:
+            if record.unit in unused:
                 self._drop(record)
             elif not self.updates.confirm(record.unit):
                 self.updates.request(record)
         self.steps += 1
         retraced = self.order.end_step()
-        self.updates.end_step(clipped or skipped)
+        self.updates.end_step(clipped)
         self.leases.end_step(retraced)
         self._pump()
 
@@ -236,17 +230,14 @@ class Scheduler:
         self.gradients.reduce(unit, self.steps, here, payload, delivery)
         self._pump(ranks_agree=False)
 
-    def others_read(self, unit: int) -> None:
-        """Another rank reads a unit's weights in their home from now on. No update of the unit begins until
-        `others_have_read`."""
-        self.updates.call_off(unit)
-        self.leases.others_read(unit, begin=True)
-        self._pump(ranks_agree=False)
-
-    def others_have_read(self, unit: int) -> None:
-        """The other rank has read the weights."""
-        self.leases.others_read(unit, begin=False)
-        self.updates.wake(unit)
+    def others_read(self, unit: int, begin: bool) -> None:
+        """Another rank begins or ends a read of a unit's weights in their home. No update of the unit begins
+        meanwhile."""
+        if begin:
+            self.updates.call_off(unit)
+        self.leases.others_read(unit, begin)
+        if not begin:
+            self.updates.wake(unit)
         self._pump(ranks_agree=False)
 
     # --- events of the executor ---
@@ -370,9 +361,8 @@ class Scheduler:
         return self.gradients.is_here(unit)
 
     @property
-    def buffer_awaited(self) -> tuple[type[Operation], int] | None:
-        """What holds compute back before it makes more gradients, because a gradient has no buffer yet: the operation
-        that will probably free one, and its unit. None if compute can go on."""
+    def buffer_awaited(self) -> bool:
+        """Whether a gradient has no buffer yet, so that compute must make no more."""
         return self.gradients.buffer_awaited
 
     @property

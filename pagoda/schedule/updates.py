@@ -210,7 +210,7 @@ class UpdateSchedule:
         elif update.state is UpdateState.RUNNING:
             update.called_off = True
         else:
-            if update.admitted:
+            if update.state is UpdateState.LOADING:
                 self._release(update)
                 self._gradients.used(update.gradient, last=False)
             self._give_up(update)
@@ -411,7 +411,6 @@ class UpdateSchedule:
             self._wait_for_room(unit)
             return
         update.state = UpdateState.LOADING
-        update.admitted = True
         self._admitted[self._plan.units[unit].updater] += 1
         self._gradients.use(update.gradient)
         self._start(update)
@@ -471,9 +470,7 @@ class UpdateSchedule:
 
     def _release(self, update: UpdateRecord) -> None:
         """An update makes room for another update."""
-        if update.admitted:
-            update.admitted = False
-            self._admitted[self._plan.units[update.unit].updater] -= 1
+        self._admitted[self._plan.units[update.unit].updater] -= 1
 
     def _finish(self, update: UpdateRecord) -> None:
         """The update of a unit is over. The next update can begin, or the weights can be read."""

@@ -219,7 +219,7 @@ class Simulation:
         scheduler, execution = self._scheduler, self._execution
         scheduler.gradient(gradient.unit, complete=True, last=gradient.last)
         execution.pump()
-        self._wait(lambda: scheduler.buffer_awaited is None)
+        self._wait(lambda: not scheduler.buffer_awaited)
         self._let_offloads_end(self._in_flight_bytes)
 
     def _let_offloads_end(self, most: int) -> None:
@@ -268,7 +268,7 @@ class Simulation:
 
 def _has_arrived(lease: Lease) -> bool:
     """Whether the weights of a lease are in compute's memory."""
-    return lease.filled or not lease.run.count
+    return lease.filled
 
 
 class SimulatedActivations:

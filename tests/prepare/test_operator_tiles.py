@@ -171,11 +171,17 @@ def test_what_shares_its_weight_or_has_hooks_before_forward_stays_whole(wrap: Wr
     class Own(nn.Linear):
         """A layer that may do anything."""
 
-    shared, hooked = wide(), wide()
+    shared, held, hooked = wide(), wide(), wide()
     shared.other = Own(1, 1)
     shared.other.weight, shared.other.bias = shared.wide.weight, shared.wide.bias
+    held.other = nn.Module()
+    held.other.kernel = held.wide.weight
     hooked.wide.register_forward_pre_hook(lambda module, args: None)
-    for model, reason in ((shared, "'other', a Own, may do more"), (hooked, "'wide' has hooks before its forward")):
+    for model, reason in (
+        (shared, "'other', a Own, may do more"),
+        (held, "'other', a Module, may do more"),
+        (hooked, "'wide' has hooks before its forward"),
+    ):
         with pytest.warns(UserWarning, match=f"leaves layer 'wide' whole: {reason}"):
             wrap(model, tiles=TILED)
         assert not any(isinstance(module, Tiled) for module in model.modules())

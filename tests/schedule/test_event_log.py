@@ -70,7 +70,7 @@ def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None
     train({"host": "64MiB"}, tmp_path)
     lines = log.read_text().splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith('["end_step"'))
-    lines[at] = json.dumps(["end_step", [True, True, []], {}, json.loads(lines[at])[3]])
+    lines[at] = json.dumps(["end_step", [False, [], [0]], {}, json.loads(lines[at])[3]])
     log.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=f"line {at + 1}: end_step"):
         replay(log)

@@ -58,9 +58,9 @@ def fetch_of_unit_0(scheduler: Scheduler) -> Fetch:
 
 def test_weights_that_another_rank_reads_are_not_updated() -> None:
     scheduler = of_ranks()
-    scheduler.others_read(0)
+    scheduler.others_read(0, begin=True)
     assert Update not in request_update(scheduler)
-    scheduler.others_have_read(0)
+    scheduler.others_read(0, begin=False)
     assert units_of(Update, scheduler.take()) == [0]
 
 
@@ -68,7 +68,7 @@ def test_another_rank_reads_the_weights_before_a_speculative_update() -> None:
     scheduler = of_ranks(speculated=True)
     scheduler.gradient(0, complete=True, last=True)
     assert units_of(Update, end_all(scheduler)) == [0]
-    scheduler.others_read(0)
+    scheduler.others_read(0, begin=True)
     assert scheduler.usage.called_off == 1
 
 
@@ -78,11 +78,11 @@ def test_all_that_has_frames_is_fetched_whether_or_not_the_fetches_before_have_e
 
 def test_a_fetch_is_issued_before_the_update_that_it_waits_for_which_does_not_wait_for_it() -> None:
     scheduler = of_ranks(frames=4)
-    scheduler.others_read(0)
+    scheduler.others_read(0, begin=True)
     fetch = request_update(scheduler)[Fetch]
     assert fetch.lease.version == 1
     assert fetch.awaited.unit == 0
-    scheduler.others_have_read(0)
+    scheduler.others_read(0, begin=False)
     assert units_of(Update, scheduler.take()) == [0]
 
 

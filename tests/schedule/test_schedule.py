@@ -291,10 +291,10 @@ def test_an_update_begins_to_write_only_while_nobody_reads() -> None:
         made(scheduler, unit)
     scheduler.end_step()
     reload = next(op for op in end_all(scheduler, but=Reload) if isinstance(op, Reload))
-    scheduler.others_read(reload.unit)
+    scheduler.others_read(reload.unit, begin=True)
     scheduler.ended(reload)
     assert reload.unit not in units_of(Update, end_all(scheduler))
-    scheduler.others_have_read(reload.unit)
+    scheduler.others_read(reload.unit, begin=False)
     assert reload.unit in units_of(Update, end_all(scheduler))
 
 
@@ -494,7 +494,7 @@ def test_a_gradient_waits_for_the_update_with_an_earlier_one_because_ssd_has_one
     scheduler.end_step(clipped=False)
     (waiting,) = {0, 1, 2} - {*units_of(Update, begun := end_all(scheduler, updates=False))}
     assert made(scheduler, waiting) == []
-    assert scheduler.buffer_awaited is not None
+    assert scheduler.buffer_awaited
     scheduler.drop_gradients()  # as after an interrupt of this wait
     assert made(scheduler, waiting) == []
     for update in begun:
@@ -681,13 +681,6 @@ def test_what_two_steps_have_used_is_expected_next_without_what_evaluations_have
             scheduler.access(access)
         scheduler.end_step()
     assert scheduler.trace.accesses == (*uses, STEP)
-
-
-def test_a_skipped_step_updates_nothing() -> None:
-    scheduler = Scheduler(plan(frames=0))
-    made(scheduler, 0)
-    scheduler.end_step(skipped=True)
-    assert scheduler.take() == []
 
 
 def test_a_gradient_that_is_lost_with_a_final_update_breaks_the_state_at_once() -> None:

@@ -349,7 +349,7 @@ _CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
     },
     giving: {
         "weights are lent for ever": (
-            "            self._executor.take_back(unit)\n",
+            "            driver.tell(others_read, unit.index, False)\n",
             "            pass\n",
         ),
     },

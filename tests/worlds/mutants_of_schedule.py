@@ -15,7 +15,7 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "        self._reclaim(lease)",
         ),
         "a lease stays when the weights change": (
-            "        if lease is not None:\n            self._end(lease)",
+            "        if lease is not None and lease.run.count:\n            self._end(lease)",
             "        return",
         ),
         "what compute waits for is not fetched first": (
@@ -31,8 +31,8 @@ CHANGES: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "if False",
         ),
         "compute reads before the fetch is issued": (
-            "(lease is not None and lease.filled)",
-            "(lease is not None)",
+            "if lease is not None and lease.filled and",
+            "if lease is not None and",
         ),
         "weights are read no more once they are issued": (
             "        lease.filled = True\n        if self",

@@ -174,8 +174,8 @@ class Facts(Observer):
         if not here:
             self.gradient(unit)
 
-    def end_step(self, clipped: bool = False, skipped: bool = False, changed: Any = (), unused: Any = ()) -> None:
-        dropped = {key for key in self.open if skipped or key[0] in unused}
+    def end_step(self, clipped: bool = False, changed: Any = (), unused: Any = ()) -> None:
+        dropped = {key for key in self.open if key[0] in unused}
         self.useless |= dropped
         self.asked |= self.open - dropped
         for unit, _ in self.open - dropped:
@@ -440,11 +440,8 @@ class Versions(Observer):
         self.require(self.units[op.unit].shared, f"SHARE of unit {op.unit}, which this rank has alone")
         self.sharing[op] = op.unit
 
-    def others_read(self, unit: int) -> None:
-        self.lent[unit] += 1
-
-    def others_have_read(self, unit: int) -> None:
-        self.lent[unit] -= 1
+    def others_read(self, unit: int, begin: bool) -> None:
+        self.lent[unit] += 1 if begin else -1
 
     # --- updates ---
 
@@ -775,7 +772,7 @@ class Agreement(Observer):
     ALONE: ClassVar = frozenset(
         (
             *("issued", "ended", "failed", "refused", "cannot_go_on", "gradient_used", "weights_written"),
-            *("reduce", "others_read", "others_have_read"),
+            *("reduce", "others_read"),
         )
     )
     """Events that a rank has by itself."""

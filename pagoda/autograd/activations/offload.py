@@ -10,7 +10,7 @@ import torch
 from pagoda.autograd.activations.places import Pieces, Place
 from pagoda.autograd.activations.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
 from pagoda.errors import BudgetError, StorageError, UsageError
-from pagoda.interrupts import allowed, without_signals
+from pagoda.interrupts import allowed, holding_signals, without_signals
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import OFFLOAD_LANES
@@ -96,14 +96,10 @@ class Offloader:
         """The graph of a forward that begins."""
         return Graph(GraphActivations(self._leaving, self._write, self._keep_or_read))
 
+    @holding_signals()
     def offload(self, tensor: torch.Tensor, storage: SavedStorage, graph: Graph) -> OffloadedStorage | None:
         """Start to offload the storage of a tensor, which `graph` saves, if it is not offloaded yet. Returns None if it
         has to stay."""
-        return without_signals(self._offload, tensor, storage, graph.activations)
-
-    def _offload(
-        self, tensor: torch.Tensor, storage: SavedStorage, graph: GraphActivations[Handle]
-    ) -> OffloadedStorage | None:
         if tensor.device != self._device.torch_device or not storage.may_leave(tensor, self._least_bytes):
             return None
         offloaded = storage.absent(OffloadedStorage, tensor._version)
@@ -112,22 +108,20 @@ class Offloader:
             if place is None:
                 return None
             activation, source = Activation(storage.nbytes), storage_of(tensor, torch.uint8)
-            offloaded = OffloadedStorage(tensor._version, self, graph, activation, place, pieces, source)
+            offloaded = OffloadedStorage(tensor._version, self, graph.activations, activation, place, pieces, source)
             pages = activation.payload = _OffloadedPages(offloaded, self.freed.append)
             pages.place, pages.pieces = place, pieces
             self._in_use[pages] = activation
-            graph.save(activation)
+            graph.activations.save(activation)
             storage.replace_by(offloaded)
             self._waiting.append(pages)
-        self._write_free()
+        self.write_free()
         return offloaded
 
+    @holding_signals()
     def write_free(self) -> None:
         """Start to write the storages that only graphs hold now. Before that, someone could still write to them where
         autograd does not see it, through `.data`."""
-        without_signals(self._write_free)
-
-    def _write_free(self) -> None:
         waiting, self._waiting = self._waiting, []
         try:
             while waiting:
@@ -144,11 +138,9 @@ class Offloader:
         finally:
             self._waiting += waiting
 
+    @holding_signals()
     def bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
         """The storage, in the memory of compute."""
-        return without_signals(self._bring_back, offloaded)
-
-    def _bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
         self._take_back()
         offloaded.graph.use(offloaded.activation)
         if offloaded.reading is not None:
@@ -156,12 +148,10 @@ class Offloader:
         assert offloaded.target is not None, "it was kept, or it is read"
         return offloaded.target
 
+    @holding_signals()
     def settle(self) -> None:
         """Wait until all outgoing transfers have ended, and free pages. Raises their errors."""
-        without_signals(self._settle)
-
-    def _settle(self) -> None:
-        self._write_free()
+        self.write_free()
         self._hold_back(0)
         self._take_back()
 
