@@ -177,7 +177,9 @@ class _Wrapping:
     def __init__(self, model: nn.Module, rule: Rule, training: Training, memory: Memory, mesh: Mesh) -> None:
         self._model = model
         self._converts = training.precision is not None
-        self._training = training = _with_precision(training, model)
+        if not self._converts:
+            training = replace(training, precision=own_precision(model))
+        self._training = training
         self._dtype = DTYPES[training.chosen_precision]
         self._mesh = mesh
         if not isinstance(rule, Rule):
@@ -380,11 +382,6 @@ def _load_checkpoint(directory: Path, model_class: Any, dtype: torch.dtype | Non
         model: nn.Module = model_of(record, dtype or getattr(torch, record["config"]["dtype"]))
     attach_tensors(model, directory, tensors, their_dtypes=dtype is None)
     return model
-
-
-def _with_precision(training: Training, model: nn.Module) -> Training:
-    """The settings with a precision: that of the model, unless one is given."""
-    return training if training.precision is not None else replace(training, precision=own_precision(model))
 
 
 def _check_activations(training: Training, memory: Memory, model: nn.Module, mesh: Mesh) -> None:

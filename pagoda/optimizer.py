@@ -329,9 +329,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
         self._in_model.check()
         self._engine.accesses.take_changes()
-        shapes = {
-            state.name: blank for state in self._members() if (blank := self._shown_states.entry(state, blank=True))
-        }
+        with self._engine.settled():  # numbers are read here
+            entries = {state.name: self._shown_states.entry(state, blank=True) for state in self._members()}
+        shapes = {name: entry for name, entry in entries.items() if entry}
         blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
         with torch_file(Path(path), blanks) as (content, write):
             for name, entry in self.named_states():

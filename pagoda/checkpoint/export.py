@@ -14,7 +14,7 @@ from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import check_absent, committed
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.live import ModelTensors, live_weights
-from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, TIES, skeleton, untied
+from pagoda.checkpoint.model_config import ADAPTER, QUANTIZED, TIES, skeleton, untied, with_everywhere
 from pagoda.checkpoint.pretrained import INDEX, SINGLE, equal, give, listed
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
@@ -328,12 +328,5 @@ def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[st
 
 def _config(record: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The model's config.json."""
-
-    def settings(given: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: settings(value) if isinstance(value, dict) else value for key, value in given.items()}
-        if "dtype" in kept:
-            kept["dtype"] = name
-        return kept
-
     name = str(dtype).removeprefix("torch.")
-    return {**settings(record["config"]), "architectures": [record["class"]], "dtype": name}
+    return {**with_everywhere(record["config"], "dtype", name), "architectures": [record["class"]], "dtype": name}

@@ -60,27 +60,20 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[ModelTen
     states = states_of(model)
     engine = next(iter(states.values())).engine
     with engine.settled():
-        yield _live_weights(model, engine, states, all_ranks)
+        buffers = {name: constant(value) for name, value in unpaged(model)}
+        mesh = engine.links.mesh
+        whole = _whole_tensors(engine, range(mesh.size if all_ranks else 1))
+        now = _names_in(model, engine, states)
+        tensors = {
+            state: {now.get(name, name): of[name] for name in of if name not in now or now[name]}
+            for state, of in whole.items()
+        }
+        steps = [(state, state.unit.steps[: state.unit.trainable]) for state in all_states(engine)]
+        trained = {state.whole for state, of_unit in steps if state.slot < len(of_unit) and of_unit[state.slot]}
+        trained = {now.get(name, name) for name in trained}
+        title, record = f"The {type(model).__name__}", model_record(model)
+        yield ModelTensors(title, record, {**tensors, BUFFERS: buffers}, trained, mesh.rank == 0)
         engine.of_all_ranks("the end of reading all weights", None)
-
-
-def _live_weights(
-    model: nn.Module, engine: Engine, states: Mapping[str, ParameterState], all_ranks: bool
-) -> ModelTensors:
-    buffers = {name: constant(value) for name, value in unpaged(model)}
-    mesh = engine.links.mesh
-    whole = _whole_tensors(engine, range(mesh.size if all_ranks else 1))
-    now = _names_in(model, engine, states)
-    tensors = {
-        state: {now.get(name, name): of[name] for name in of if name not in now or now[name]}
-        for state, of in whole.items()
-    }
-    steps = [(state, state.unit.steps[: state.unit.trainable]) for state in all_states(engine)]
-    trained = {state.whole for state, of_unit in steps if state.slot < len(of_unit) and of_unit[state.slot]}
-    trained = {now.get(name, name) for name in trained}
-    return ModelTensors(
-        f"The {type(model).__name__}", model_record(model), {**tensors, BUFFERS: buffers}, trained, mesh.rank == 0
-    )
 
 
 def _names_in(model: nn.Module, engine: Engine, states: Mapping[str, ParameterState]) -> dict[str, str]:

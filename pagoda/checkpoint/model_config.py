@@ -51,12 +51,14 @@ def _ties(model: nn.Module) -> dict[str, str]:
 
 def untied(record: dict[str, Any]) -> dict[str, Any]:
     """The record of the same model with a head that is not tied to the embedding."""
+    key = "tie_word_embeddings"
+    return {**record, "config": {**with_everywhere(record["config"], key, False), key: False}}
 
-    def settings(given: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: settings(value) if isinstance(value, dict) else value for key, value in given.items()}
-        return {**kept, "tie_word_embeddings": False} if "tie_word_embeddings" in kept else kept
 
-    return {**record, "config": {**settings(record["config"]), "tie_word_embeddings": False}}
+def with_everywhere(settings: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Settings with another value of a key, wherever it is in them."""
+    kept = {k: with_everywhere(v, key, value) if isinstance(v, dict) else v for k, v in settings.items()}
+    return {**kept, key: value} if key in kept else kept
 
 
 def model_of(record: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:

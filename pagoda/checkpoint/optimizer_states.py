@@ -25,32 +25,25 @@ WriteTensor = Callable[[Any, torch.Tensor], None]
 """Writes a CPU tensor as the values of an entry of a file's content, which has the same dtype and shape."""
 
 
-def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
+def read_entry(state: ParameterState) -> dict[str, Any]:
     """A parameter's entry in a torch `state_dict`. All tensors are copies, and DTensors if the parameter is one.
 
-    Writing back an entry changes no bit. With `blank`, every tensor is on the meta device.
+    Writing back an entry changes no bit.
     """
-    store = state.engine.store
-    kept = {
-        name: torch.empty(span.shape, dtype=store.dtype(state.unit.index, name), device="meta")
-        if blank and span.shape and state.spec.shape  # a rule may read scalars, and all states of one
-        else state.read(name)
-        for name, span in state.moments().items()
-    }
-    return _entry_of(state, kept, blank)
+    return _entry_of(state, {name: state.read(name) for name in state.moments()})
 
 
-def blank_entry(state: ParameterState) -> dict[str, Any]:
-    """Like `read_entry` with `blank`, but nothing is read: numbers are zero."""
-    store = state.engine.store
-    kept = {
-        name: torch.zeros(
-            span.shape,
-            dtype=store.dtype(state.unit.index, name),
-            device="meta" if span.shape and state.spec.shape else "cpu",
-        )
-        for name, span in state.moments().items()
-    }
+def blank_entry(state: ParameterState, numbers: bool = False) -> dict[str, Any]:
+    """Like `read_entry`, with every tensor on the meta device. `numbers`: states that are numbers are read; otherwise
+    they are zero, and nothing is read."""
+    store, kept = state.engine.store, {}
+    for name, span in state.moments().items():
+        if span.shape and state.spec.shape:  # a rule may read scalars, and all states of one
+            kept[name] = torch.empty(span.shape, dtype=store.dtype(state.unit.index, name), device="meta")
+        elif numbers:
+            kept[name] = state.read(name)
+        else:
+            kept[name] = torch.zeros(span.shape, dtype=store.dtype(state.unit.index, name))
     return _entry_of(state, kept, blank=True)
 
 
@@ -230,7 +223,7 @@ class OptimizerState:
 def _whole_shapes(whole: WholeState) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of `_whole_entry`."""
     first = whole.states[0]
-    part = {key: tuple(torch.as_tensor(value).shape) for key, value in read_entry(first, blank=True).items()}
+    part = {key: tuple(torch.as_tensor(value).shape) for key, value in blank_entry(first).items()}
     return {key: whole.shape if shape == first.spec.shape else shape for key, shape in part.items()}
 
 

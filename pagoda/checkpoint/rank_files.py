@@ -1,6 +1,5 @@
 """The files of a checkpoint, written by one process or by all ranks. They are complete once every rank is done."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from pagoda.checkpoint.directory import committed
 from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, hash_table
 from pagoda.errors import RankError
+from pagoda.memory.files import may_exist
 from pagoda.memory.identity import finished, partial
 from pagoda.ranks.transport import Transport
 
@@ -54,7 +54,7 @@ class Files:
         """
         if self._undecided:
             return True
-        return _may_exist(self._directory) or _may_exist(finished(self._directory))
+        return may_exist(self._directory) or may_exist(finished(self._directory))
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -120,13 +120,3 @@ class Files:
             if bad:
                 self._failed, self._undecided = True, False
                 raise RankError(f"Rank {rank} could not write its part of {self._directory}: see its own error.")
-
-
-def _may_exist(path: Path) -> bool:
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        return False
-    except OSError:  # the disk does not say
-        pass
-    return True

@@ -125,7 +125,9 @@ class ShownStates:
     def entry(self, state: ParameterState, blank: bool = False) -> dict[str, Any]:
         """A parameter's entry in a state dict, as `read_entry` gives it. Empty before the parameter's first update."""
         exists = state.unit.steps[state.slot] or self._shown.get(_identity(state))
-        return read_entry(state, blank) if exists else {}
+        if not exists:
+            return {}
+        return blank_entry(state, numbers=True) if blank else read_entry(state)
 
     def copied(self, state: ParameterState) -> dict[str, Any]:
         """Like `entry`. Writes to it are refused."""

@@ -117,30 +117,18 @@ class Snapshot:
             content[LATE] = contents.late
         content = json.loads(json.dumps(content))  # a copy, because the caller's dictionaries may change
         copies = {file: {name: tensor.cpu().clone() for name, tensor in held.items()} for file, held in apart.items()}
-        what = contents, content, copies, apart_specs
-        self._engine.accesses.compute_lock.run(self._start, directory, *what, replaces, on_error, on_complete)
 
-    def _start(
-        self,
-        directory: Path,
-        contents: Contents,
-        content: dict[str, Any],
-        copies: dict[str, dict[str, torch.Tensor]],
-        apart_specs: Specs,
-        replaces: Sequence[Path],
-        on_error: Callable[[Exception], None] | None,
-        on_complete: Callable[[], None] | None,
-    ) -> None:
-        """Start to capture the states, and to write what a checkpoint contains."""
-        states = self._engine.plan.saved_states if contents.late else self._states
-        self._engine.prepare_capture()
-        kept = KeptPages.of(self._engine, replaces)
-        specs = self._specs(states, contents, kept, apart_specs)
-        extents = {unit: {state: PageRun(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
-        late = frozenset(unit.index for unit in self._engine.units if self._engine.scheduler.weights(unit.index).lag)
-        capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
-        write = partial(self._write, directory, capture, kept, specs, copies, content, replaces, on_complete)
-        self._engine.saver.start(write, on_error)
+        def start() -> None:
+            self._engine.prepare_capture()
+            kept = KeptPages.of(self._engine, replaces)
+            specs = self._specs(states, contents, kept, apart_specs)
+            extents = {unit: {s: PageRun(*run) for s, run in of.extents.items()} for unit, of in kept.units.items()}
+            late = frozenset(u.index for u in self._engine.units if self._engine.scheduler.weights(u.index).lag)
+            capture = self._engine.capture(lambda unit: self._pieces(unit, kept, unit in late), extents)
+            write = partial(self._write, directory, capture, kept, specs, copies, content, replaces, on_complete)
+            self._engine.saver.start(write, on_error)
+
+        self._engine.accesses.compute_lock.run(start)
 
     def nbytes(self, groups: list[NamedGroup], copied: bool) -> int:
         """Bytes of the tensors in the files of a checkpoint. Without `copied`, what would stay in its pages does not

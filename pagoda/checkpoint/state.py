@@ -63,8 +63,9 @@ class ParameterState(NamedTuple):
 
     @property
     def stored_name(self) -> str:
-        """Name of this rank's part in a checkpoint."""
-        return self.unit.stored_name(self.slot)
+        """Name of this rank's part in a checkpoint. The parameter's name if this rank has all of it."""
+        shard = self.spec.shard
+        return self.name if shard is None else shard.name_of_part(self.name, self.unit.part_index(self.slot))
 
     @property
     def spec(self) -> ParamSpec:
@@ -119,10 +120,7 @@ class ParameterState(NamedTuple):
 
     def read(self, state: str) -> torch.Tensor:
         """A copy of a state on the CPU, in the state's shape. Weights are never predicted ones."""
-        if state == WEIGHT and MASTER in self.spans():
-            return weights_of(self.read(MASTER), self.dtype)
-        span = self.spans()[state]
-        return self._reader(state, span)(0, span.count).view(span.shape)
+        return self.lazy(state).whole()
 
     def lazy(self, state: str) -> LazyTensor:
         """Like `read`, but piece by piece."""
@@ -130,17 +128,13 @@ class ParameterState(NamedTuple):
             master, dtype = self.lazy(MASTER), self.dtype
             return LazyTensor(dtype, master.shape, lambda start, count: weights_of(master.read(start, count), dtype))
         span, dtype = self.spans()[state], self.engine.store.dtype(self.unit.index, state)
-        return LazyTensor(dtype, span.shape, self._reader(state, span))
-
-    def _reader(self, state: str, span: ShapedSpan) -> Read:
-        """Reads elements of a state, counted from its first one. It does not keep the engine alive."""
-        store, collectives, unit = self.engine.store, self.engine.collectives, self.unit.spec
+        store, collectives, unit = self.engine.store, self.engine.collectives, self.unit.spec  # not the engine
 
         def read(start: int, count: int) -> torch.Tensor:
             first = span.first + start
             return collectives.completed(unit, state, first, store.read(unit.index, state, first, count))
 
-        return read
+        return LazyTensor(dtype, span.shape, read)
 
     def master(self) -> torch.Tensor:
         """A copy of the fp32 master. Without a master, the weights in fp32, or the bytes of quantized weights."""

@@ -21,6 +21,7 @@ from pagoda.checkpoint.lazy import LazyTensor, cat, constant, put_off, stack
 from pagoda.checkpoint.sources import SharedValues, ValueSource, combined
 from pagoda.errors import UsageError
 from pagoda.mesh.dtensors import local
+from pagoda.parameters.hidden import Hidden
 
 _CPU = torch.device("cpu")
 _ATEN = torch.ops.aten
@@ -108,13 +109,7 @@ class WaitingTensor(torch.Tensor):
                 return recorded
         return _run(func, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            copied = self.detach().clone()
-            made = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
-            memo[id(self)] = made
-        copied_before: torch.Tensor = memo[id(self)]
-        return copied_before
+    __deepcopy__ = Hidden.__deepcopy__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         values = in_memory(self)

@@ -159,6 +159,17 @@ def make_directories(directory: Path) -> list[Path]:
     return made
 
 
+def may_exist(path: Path) -> bool:
+    """Whether something is at a path. True if the system does not tell."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
 @contextlib.contextmanager
 def storage_errors(what: str) -> Iterator[None]:
     """Turn OSErrors into StorageErrors whose messages begin with `what`."""

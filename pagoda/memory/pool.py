@@ -24,9 +24,6 @@ class PagePool:
         if frames < 1 or first < 0:
             raise ValueError(f"a pool needs at least one frame and a start of 0 or more, not {frames} at {first}")
         self.frames = frames
-        self.first = first
-        self.in_use = 0
-        """The number of allocated frames."""
         self._allocated: dict[int, int] = {}  # start -> count
         # Three views of the same free runs. _add_free and _drop_free change them together.
         self._free_by_start: dict[int, int] = {}  # start -> count
@@ -54,7 +51,6 @@ class PagePool:
         if size > count:
             self._add_free(start + count, size - count)
         self._allocated[start] = count
-        self.in_use += count
         return PageRun(start, count)
 
     def free(self, run: PageRun) -> None:
@@ -65,7 +61,6 @@ class PagePool:
         if count != run.count:
             raise ValueError(f"{run} is not allocated: the run at frame {run.start} has {count} frames")
         del self._allocated[run.start]
-        self.in_use -= run.count
         start, count = run.start, run.count
         before = self._free_by_stop.get(start)
         if before is not None:

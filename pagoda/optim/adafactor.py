@@ -79,6 +79,7 @@ class Adafactor(TensorRule):
     name: ClassVar[str] = "Adafactor"
     only: ClassVar[Mapping[str, Any]] = {"maximize": False}
     copies: ClassVar[bool] = False
+    element_work: ClassVar[float] = 4.4
     lr: float = 1e-2
     beta2_decay: float = -0.8
     eps: tuple[float | None, float] = (None, 1e-3)
@@ -97,10 +98,6 @@ class Adafactor(TensorRule):
         self._require_bools("relative_step", "scale_parameter")
         in_range = self.beta1 is None or (is_number(self.beta1) and 0 <= self.beta1 < 1)
         self._require("beta1", in_range, "None or in [0, 1)")
-
-    @property
-    def element_work(self) -> float:
-        return 4.4
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The factors, the second moment of vectors, and the first moment if there is one."""

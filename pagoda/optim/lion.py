@@ -37,6 +37,7 @@ class Lion(ElementwiseRule):
     name: ClassVar[str] = "Lion"
     counts_steps: ClassVar[bool] = False
     kernel_name: ClassVar[str] = "lion"
+    element_work: ClassVar[float] = 0.7
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
@@ -44,10 +45,6 @@ class Lion(ElementwiseRule):
     def __post_init__(self) -> None:
         self._require_not_negative("lr", "weight_decay")
         self._require_betas(self.betas)
-
-    @property
-    def element_work(self) -> float:
-        return 0.7
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The momentum."""

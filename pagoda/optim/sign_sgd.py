@@ -30,16 +30,13 @@ class SignSGD(ElementwiseRule):
     name: ClassVar[str] = "SignSGD"
     counts_steps: ClassVar[bool] = False
     kernel_name: ClassVar[str] = "sign_sgd"
+    element_work: ClassVar[float] = 0.4
+    """That of SGD, which moves the same bytes."""
     lr: float = 1e-4
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         self._require_not_negative("lr", "weight_decay")
-
-    @property
-    def element_work(self) -> float:
-        """That of SGD, which moves the same bytes."""
-        return 0.4
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """None."""

@@ -35,6 +35,8 @@ class Optim(TensorRule):
     """
 
     name: ClassVar[str] = "Optim"
+    element_work: ClassVar[float] = 6.0
+    """That of RMSprop and Adagrad. torch's functions read and write a parameter's states several times."""
     kind: type[torch.optim.Optimizer]
     settings: Mapping[str, Any]
     """The arguments of the class's constructor."""
@@ -79,11 +81,6 @@ class Optim(TensorRule):
             )
         object.__setattr__(other, "group", settings)
         return other
-
-    @property
-    def element_work(self) -> float:
-        """That of RMSprop and Adagrad. torch's functions read and write a parameter's states several times."""
-        return 6.0
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The states of the class. A state that is a number has one element."""

@@ -18,7 +18,6 @@ import triton.language as tl
 from pagoda.optim import arithmetic
 
 jit = cast(Callable[..., Callable[[Callable[..., Any]], Any]], triton.jit)
-FORMS = arithmetic.FORMS
 _FP32, _FP16 = tl.constexpr(arithmetic.FP32), tl.constexpr(arithmetic.FP16)
 _NAN = tl.constexpr(0x7FC00000)
 

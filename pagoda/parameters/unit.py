@@ -213,12 +213,6 @@ class LiveUnit:
             return 0
         return form.mesh.get_local_rank()
 
-    def stored_name(self, slot: int) -> str:
-        """The name of this rank's part of a parameter in a checkpoint. The parameter's name if this rank has all of
-        it."""
-        shard = self.spec.slots[slot].param.shard
-        return self.name(slot) if shard is None else shard.name_of_part(self.name(slot), self.part_index(slot))
-
     def current(self, slot: int) -> torch.Tensor:
         """The values that a parameter shows now, as pages store them."""
         param: Any = self.params[slot]

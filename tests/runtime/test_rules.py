@@ -256,3 +256,20 @@ def test_the_moments_of_a_scalar_are_saved_to_a_file(wrap: Wrap, tmp_path: Path)
     optimizer.save_state_dict(tmp_path / "states")
     saved = torch.load(tmp_path / "states")["state"]
     assert_equal(saved, dict(optimizer.named_states()))
+
+
+def test_numbers_that_a_class_counts_are_saved_to_a_file_with_the_updates_of_the_step(
+    wrap: Wrap, tmp_path: Path
+) -> None:
+    class Counts(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["count"] = self.state[param].get("count", 0) + 1
+                param.sub_(param.grad)
+
+    model, optimizer = wrap(nn.Linear(48, 48), rule=pagoda.Optim(Counts, lr=0.1))
+    for count in (1, 2, 3):
+        take(model, optimizer, range(1))
+        optimizer.save_state_dict(tmp_path / "states")
+        assert {entry["count"] for entry in torch.load(tmp_path / "states")["state"].values()} == {count}

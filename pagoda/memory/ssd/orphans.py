@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.errors import StorageError
+from pagoda.memory.files import may_exist
 from pagoda.memory.identity import MANIFEST, being_removed, checkpoint_id_of, never_completed
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.commits import Commit
@@ -46,7 +47,7 @@ def why_orphaned(commit: Commit, keep: Collection[str] = ()) -> str | None:
         return None
     if there is not None:
         return "another checkpoint is at that path: this one was moved or deleted"
-    if _may_be_there(place / MANIFEST):
+    if may_exist(place / MANIFEST):
         return None  # damaged or out of reach, perhaps this one
     if place.parent.is_dir():
         return "it is not at that path: it was moved or deleted"
@@ -116,17 +117,6 @@ def gc_hint(directories: Iterable[Path], stores: bool = True) -> str:
         f" {format_bytes(nbytes)} are kept for checkpoints that are not where they were saved: "
         f"pagoda gc {' '.join(map(str, directories))} lists them, and deletes them if you wish."
     )
-
-
-def _may_be_there(path: Path) -> bool:
-    """Whether a path exists. True if this process may not look."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _written(store: StoreRecord, name: str) -> float:
