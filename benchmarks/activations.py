@@ -24,11 +24,11 @@ import tyro
 import pagoda
 from beyond_memory import resident_bytes
 from pagoda.config.training import ActivationMode
-from pagoda.forecast.activations import chunking_helps, estimate_activations
+from pagoda.forecast.activations import activations_of, chunking_helps
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model, widths
 from pagoda.models.build import build_model
-from pagoda.plan.activations import Policy, peak_of, recomputes
+from pagoda.plan.activations import Policy, peak_of
 from pagoda.prepare.deferred_logits import chunked_loss
 from script import write
 from training import Paged, Workload
@@ -125,7 +125,14 @@ def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
     with pagoda.deferred_init():
         model: Any = build_model(case.model, seq_len=case.seq_len, layers=LAYERS)
     sizes = widths(model.config.get_text_config())
-    chunked = chunking_helps(sizes, case.tokens, case.tokens, case.tokens, 4, recomputes(activations))
+    config = PlanConfig(
+        model=case.model,
+        max_length=case.seq_len,
+        per_device_train_batch_size=case.batch_size,
+        precision="fp32",
+        activations=activations,
+    )
+    chunked = chunking_helps(config, sizes)
     if chunked:
         chunked_loss(model)
     model, optimizer = pagoda.wrap(
@@ -147,11 +154,8 @@ def _grown(case: Workload, activations: ActivationMode) -> tuple[int, int]:
     before = resident_bytes("self", "VmRSS")
     step(case.batch_size, case.seq_len)
     grown = resident_bytes("self", "VmHWM") - before
-    described = describe_model(
-        PlanConfig(model=case.model, max_length=case.seq_len, precision="bf16"), count_flops=False
-    )
-    described = replace(described, layers=LAYERS)
-    expected = estimate_activations(described, case.tokens, 4, activations, chunked_loss=chunked)
+    described = replace(describe_model(config, count_flops=False), layers=LAYERS)
+    expected = activations_of(replace(config, chunked_loss=chunked), described)
     optimizer.close()
     return expected.total // MIB, grown // MIB
 

@@ -23,7 +23,6 @@ import pagoda
 from pagoda.config.training import training_of
 from pagoda.optim import Rule
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.combinations import Feature, why_not
 from pagoda.plan.device_updates import slot_count, slot_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
@@ -109,15 +108,6 @@ updates on the device from RAM, Llama stands for what is built alike, and optim/
 gradients."""
 
 
-def features_of(case: Case) -> set[Feature]:
-    """The features in some settings that do not work with all others; settings left out do not matter."""
-    used = {
-        Feature.WHOLE: case.get("rule") in WHOLE,
-        Feature.TILES: case.get("tiles") == "layers",
-    }
-    return {feature for feature, is_used in used.items() if is_used}
-
-
 def possible(case: Case) -> bool:
     """Whether `wrap` takes these settings together; those left out do not matter."""
     update, activations, place = case.get("update"), case.get("activations"), case.get("place")
@@ -126,8 +116,9 @@ def possible(case: Case) -> bool:
         place = case.get("place", LOOKED_UP)
     # Reentrant checkpoints deliver a gradient for each use of a block.
     several = activations == "reentrant" and (model in PLAIN or case.get("tiles") == "batch")
-    return why_not(features_of(case)) is None and not (
-        (place == RAM and activations in OFFLOADS)  # nowhere to go
+    return not (
+        (case.get("rule") in WHOLE and case.get("tiles") == "layers")
+        or (place == RAM and activations in OFFLOADS)  # nowhere to go
         or (model is not None and place is not None and (place == LOOKED_UP) != (model == "untied"))
         or (case.get("rule") in WHOLE and update == "async" and place in NO_WEIGHTS_IN_RAM)
         or (

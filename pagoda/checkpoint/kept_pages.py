@@ -111,9 +111,8 @@ def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
     ssd, plan = engine.store.ssd, engine.plan
     if ssd is None:
         return False
-    pages = plan.placement.changing_on_ssd(plan.layout)
-    speculated = plan.placement.speculated_on_ssd(plan.layout)
-    if plan.options.keep_checkpoints == 0 or plan.placement.pages(SSD, VERSIONS) - speculated < pages:
+    pages, spare = plan.placement.changing_on_ssd, plan.placement.spare_on_ssd
+    if plan.options.keep_checkpoints == 0 or spare < pages:
         return False
     gone = {reference["commit"] for old in removables(replaces) for reference in old.references}
     frozen = [
@@ -125,7 +124,7 @@ def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
         room, why = ssd.room_beside(gone, frozen), "checkpoints that are kept have taken the room for its pages"
     except (BudgetError, StorageError) as error:
         room, why = 0, str(error)
-    if room - speculated >= pages:
+    if room + spare - plan.placement.pages(SSD, VERSIONS) >= pages:
         return True
     _log.log(
         logging.INFO if plan.options.keep_checkpoints is None else logging.WARNING,

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from pagoda.config.training import ActivationMode
 from pagoda.forecast.config import SizedRun
 from pagoda.forecast.model_description import ModelDescription, Widths
 from pagoda.memory.sizes import format_bytes
@@ -96,41 +95,15 @@ class ActivationEstimate:
 
 
 def activations_of(config: SizedRun, described: ModelDescription) -> ActivationEstimate:
-    """Estimate the activations of a run with these settings."""
-    return estimate_activations(
-        described,
-        config.tokens,
-        config.itemsize,
-        config.activations,
-        config.chunked_loss,
-        config.tile_tokens,
-        config.piece_tokens,
-    )
-
-
-def estimate_activations(
-    described: ModelDescription,
-    tokens: int,
-    itemsize: int,
-    mode: ActivationMode | None,
-    chunked_loss: bool | None = None,
-    tile_tokens: int | None = None,
-    piece_tokens: int | None = None,
-) -> ActivationEstimate:
-    """Estimate the activations of a micro-batch of `tokens` tokens with elements of `itemsize` bytes.
-
-    `chunked_loss` means the same as in `pagoda train`. With `tile_tokens`, layers run that many tokens at a time, and
-    with `piece_tokens`, their MLPs and norms.
-    """
-    running = tokens if tile_tokens is None else min(tokens, tile_tokens)
-    piece = running if piece_tokens is None else min(running, piece_tokens)
+    """Estimate the activations of a micro-batch of a run with these settings."""
+    mode, tokens, itemsize = config.activations, config.tokens, config.itemsize
+    running, piece = config.tile_tokens, config.piece_tokens
     again, in_pieces = recomputes(mode), piece < running
     block, policy = _block(described, tokens, itemsize, in_pieces), Policy.RECOMPUTE if again else Policy.KEEP
     saved = described.at_once * described.layers * block.kept(policy)
     offloads, ffn = mode in ("offload", "recompute+offload"), described.ffn // described.tensor_parallel
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, ffn))
-    if chunked_loss is None:
-        chunked_loss = chunking_helps(described, running, piece, tokens, itemsize, again)
+    chunked_loss = chunking_helps(config, described) if config.chunked_loss is None else config.chunked_loss
     working = _block(described, running, itemsize, in_pieces).kept(Policy.KEEP) if again else 0
     if in_pieces:
         working += itemsize * piece * (_NORM_TENSORS * described.hidden + _FFN_TENSORS * ffn)
@@ -161,10 +134,10 @@ def _gradients(root: ModuleSpec, whole_layers: bool) -> tuple[int, int, int]:
     return max(sizes.values(), default=0), tied, max(at_once, default=0)
 
 
-def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int, in_pieces: bool = False) -> StepSizes:
-    """Sizes of what each layer keeps for backward in a micro-batch of `tokens` tokens, without the loss. `in_pieces`:
-    MLPs and norms process them piece by piece."""
-    blocks = (_block(described, tokens, itemsize, in_pieces),) * len(layers_of(described.root))
+def sizes_of(config: SizedRun, described: ModelDescription) -> StepSizes:
+    """Sizes of what each layer keeps for backward in a micro-batch, without the loss."""
+    block = _block(described, config.tokens, config.itemsize, config.sequence_tiles is not None)
+    blocks = (block,) * len(layers_of(described.root))
     return StepSizes(blocks, (0,) * (len(blocks) + 1))
 
 
@@ -183,11 +156,10 @@ def _block(described: ModelDescription, tokens: int, itemsize: int, in_pieces: b
     return BlockSizes(inputs, inputs, inner)
 
 
-def chunking_helps(
-    model: ModelDescription | Widths, tile_tokens: int, piece_tokens: int, tokens: int, itemsize: int, recomputes: bool
-) -> bool:
+def chunking_helps(config: SizedRun, model: ModelDescription | Widths) -> bool:
     """Whether an unchunked loss would set the peak of activations, and a chunked loss would take less."""
-    logits, norms = _LOGIT_BYTES * tokens * model.vocab, _NORM_TENSORS * model.hidden
-    layer = tile_tokens * (_HIDDEN_TENSORS * model.hidden - norms) + piece_tokens * (norms + _FFN_TENSORS * model.ffn)
-    working = itemsize * layer if recomputes else 0
-    return logits > working and logits > 2 * (2 * itemsize * tokens * model.hidden + _CHUNK_BYTES)
+    logits, norms = _LOGIT_BYTES * config.tokens * model.vocab, _NORM_TENSORS * model.hidden
+    kept = config.tile_tokens * (_HIDDEN_TENSORS * model.hidden - norms)
+    working = config.itemsize * (kept + config.piece_tokens * (norms + _FFN_TENSORS * model.ffn))
+    least = 2 * (2 * config.itemsize * config.tokens * model.hidden + _CHUNK_BYTES)
+    return logits > max(least, working if recomputes(config.activations) else 0)

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Self
 
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast.activations import activations_of, estimate_sizes
+from pagoda.forecast.activations import activations_of, sizes_of
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
@@ -197,7 +197,7 @@ def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription
         )
     saved = NO_BLOCKS
     if one_policy:
-        sizes = estimate_sizes(described, config.tokens, config.itemsize, config.sequence_tiles is not None)
+        sizes = sizes_of(config, described)
         saved = ActivationPlan((Policy(options.activations),) * len(sizes.blocks), sizes=sizes)
     compute, exchanges = work_of(config, machine, described, recomputes(config.activations))
     problem = Problem(

@@ -8,7 +8,7 @@ from typing import get_args
 
 from pagoda.config.training import ActivationMode
 from pagoda.errors import ConfigError
-from pagoda.forecast.activations import chunking_helps, estimate_sizes
+from pagoda.forecast.activations import chunking_helps, sizes_of
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine
@@ -22,7 +22,6 @@ from pagoda.plan.activations import (
     StepSizes,
     choose,
     offload_room,
-    recomputes,
 )
 from pagoda.plan.planner import Plan
 from pagoda.plan.tiers import DEVICE, HOST
@@ -76,8 +75,7 @@ def resolved_problem(
     problem, notes = problem_of(config, machine, described)
     if config.activations == "auto":
         plan = problem.plan()
-        in_pieces = config.sequence_tiles is not None
-        sizes = _timed(estimate_sizes(described, config.tokens, config.itemsize, in_pieces), problem)
+        sizes = _timed(sizes_of(config, described), problem)
         saved = choose(sizes, _room(config, machine, problem, plan, sizes))
         compute = without_recomputing(problem.compute, problem.root, saved.policies)
         problem = replace(problem, saved=saved, compute=compute)
@@ -93,8 +91,7 @@ def alternatives(config: PlanConfig, machine: Machine, described: ModelDescripti
         modes = (config.activations,)
     if "auto" in (config.activations, config.batch_tiles) and config.chunked_loss is None:
         # Chunks change rounding. So only the request decides whether the loss is chunked, as in a run.
-        sizes = config.tile_tokens, config.piece_tokens, config.tokens, config.itemsize
-        config = replace(config, chunked_loss=chunking_helps(described, *sizes, recomputes(config.activations)))
+        config = replace(config, chunked_loss=chunking_helps(config, described))
     return [_with_tiles(replace(config, activations=mode), machine, described) for mode in modes]
 
 

@@ -1,44 +1,20 @@
-"""The features that do not work together, with the reasons, in one table."""
+"""Features that do not work together."""
 
-from collections.abc import Collection, Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Sequence
 
 from pagoda.errors import ConfigError
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.ranks import Ranks
 
 
-class Feature(StrEnum):
-    """A setting that does not work with another one, as users write it."""
-
-    WHOLE = "an optimizer that takes whole parameters (Adafactor, Muon)"
-    TILES = "tile_limit"
-
-
-REFUSED: Mapping[frozenset[Feature], str] = {
-    frozenset((Feature.WHOLE, Feature.TILES)): "a tile is a part of a parameter",
-}
-"""Pairs that are refused, each with the reason."""
-
-
-def why_not(used: Collection[Feature]) -> str | None:
-    """Why some of these features do not work together, or None if all do."""
-    for pair, why in REFUSED.items():
-        if pair.issubset(used):
-            first, second = sorted(pair, key=[*Feature].index)
-            return f"{first} does not work with {second}: {why}"
-    return None
-
-
 def check_features(states: Sequence[StateSpec], tiled: bool) -> None:
-    """Raises ConfigError if features of a run do not work together. `states` are those of its optimizer. `tiled`:
-    whether `tile_limit` is set."""
-    used = {
-        Feature.WHOLE: states[0].whole is not None,
-        Feature.TILES: tiled,
-    }
-    if (why := why_not([feature for feature, is_used in used.items() if is_used])) is not None:
-        raise ConfigError(f"{why}. Leave one of them out.")
+    """Raises ConfigError if an optimizer, whose `states` these are, takes parameters whole that are cut into tiles.
+    `tiled`: whether `tile_limit` is set."""
+    if tiled and states[0].whole is not None:
+        raise ConfigError(
+            "an optimizer that takes whole parameters (Adafactor, Muon) does not work with tile_limit: a tile is a "
+            "part of a parameter. Leave one of them out."
+        )
 
 
 def check_experts_of_stages(ranks: Ranks) -> None:

@@ -130,7 +130,7 @@ class _Placer:
             host[STAGING] = kept.staging
         gathered = layout.sharing_pages if kept.weights != self.all else 0
         host |= with_pages({LEASES if self.budgets.device is None else FETCH_RING: kept.leases, SERVING: gathered})
-        spare = self._checkpoint_room_on_ssd(homes, ssd)
+        changing, spare = self._checkpoint_room_on_ssd(homes, ssd)
         slot = 0 if kept.weights == kept.moments == self.all else self._slot(kept.weights != self.all)
         left, left_on_ssd = self.host - sum(host.values()), (self.budgets.ssd or 0) - sum(ssd.values()) - spare
         speculated, in_ram, on_ssd = self._speculated(kept, left - layout.least_ring_slots * slot, left_on_ssd)
@@ -142,7 +142,8 @@ class _Placer:
             SSD: ssd | with_pages({VERSIONS: on_ssd + spare}),
             DEVICE: device | with_pages({VERSIONS: second}),
         }
-        return Placement(homes, {tier: of for tier, of in lines.items() if of}, slots, speculated, on_device)
+        lines = {tier: of for tier, of in lines.items() if of}
+        return Placement(homes, lines, slots, speculated, on_device, changing, spare)
 
     # --- what is given ------------------------------------------------------------------------------------
 
@@ -354,14 +355,17 @@ class _Placer:
         Units with moments on SSD come first, because their updates take longest. The others are chosen only with a
         separate device: if the CPU computes, they gain nothing.
         """
+        chosen, taken_ram, taken_ssd = set[int](), 0, 0
+        units = self.all - kept.moments if self.budgets.device is None else self.all
         if not self.options.may_speculate:
-            return frozenset(), 0, 0
-        needs = {unit.index: self._second_version(unit, kept) for unit in self.layout.units}
-        first, in_ram, on_ssd = last_that_fit({u: needs[u] for u in self.all - kept.moments}, ram, ssd)
-        if self.budgets.device is None:
-            return first, in_ram, on_ssd
-        then, more, more_on_ssd = last_that_fit({u: needs[u] for u in kept.moments}, ram - in_ram, ssd - on_ssd)
-        return first | then, in_ram + more, on_ssd + more_on_ssd
+            units = frozenset()
+        # Of both, the last units come first, because backward has their gradients first.
+        for unit in sorted(units, key=lambda unit: (unit in kept.moments, -unit)):
+            in_ram, on_ssd = self._second_version(self.layout.units[unit], kept)
+            if (in_ram or on_ssd) and taken_ram + in_ram <= ram and taken_ssd + on_ssd <= ssd:
+                taken_ram, taken_ssd = taken_ram + in_ram, taken_ssd + on_ssd
+                chosen.add(unit)
+        return frozenset(chosen), taken_ram, taken_ssd
 
     def _checkpoint_room_in_ram(self, host: Mapping[str, int]) -> int:
         """Pages for new versions of states in RAM that a checkpoint has not written when their next update comes, if
@@ -370,21 +374,22 @@ class _Placer:
             return 0
         return sum(host.get(state.name, 0) for state in self.layout.states) // MOVED_SHARE
 
-    def _checkpoint_room_on_ssd(self, homes: Mapping[tuple[int, str], str], ssd: Mapping[str, int]) -> int:
-        """Pages on SSD for changes while checkpoints keep their own pages: as many checkpoints as requested, or as
-        fit. Frozen weights do not change. Refuses a budget that is too small for these and the lines of SSD."""
+    def _checkpoint_room_on_ssd(self, homes: Mapping[tuple[int, str], str], ssd: Mapping[str, int]) -> tuple[int, int]:
+        """Pages on SSD that change, and pages for changes while checkpoints keep their own: as many checkpoints as
+        requested, or as fit. Frozen weights do not change. Refuses a budget that is too small for these and the lines
+        of SSD."""
         needed, available, units = sum(ssd.values()), self.budgets.ssd or 0, self.layout.units
         if needed > available:
             self._refuse(SSD, needed, "memory.ssd='DIR:SIZE'")
         on_ssd = [(units[unit], state) for (unit, state), home in homes.items() if home == SSD and state in ssd]
         changing = needed - ssd.get(GRAD, 0) - sum(self.layout.frozen_pages(*extent) for extent in on_ssd)
         if self.options.keep_checkpoints is None:
-            return changing if needed + changing <= available else 0
+            return changing, changing if needed + changing <= available else 0
         spare = self.options.keep_checkpoints * changing
         if needed + spare > available:
             setting = "memory.ssd='DIR:SIZE', or lower memory.ssd_checkpoints (--save-total-limit; 0: copy)"
             self._refuse(SSD, needed + spare, setting)
-        return spare
+        return changing, spare
 
     # --- a device of its own ------------------------------------------------------------------------------
 
@@ -443,18 +448,3 @@ class _Placer:
 def with_pages(lines: Mapping[str, int]) -> dict[str, int]:
     """The lines that have pages."""
     return {line: pages for line, pages in lines.items() if pages}
-
-
-def last_that_fit(pages: Mapping[int, tuple[int, int]], ram: int, ssd: int) -> tuple[frozenset[int], int, int]:
-    """Units that fit together, given the pages of each in RAM and on SSD, and the pages that they take.
-
-    The last units come first, because backward has their gradients first. Units that need no pages are left out.
-    """
-    chosen = set()
-    taken_ram = taken_ssd = 0
-    for unit in sorted(pages, reverse=True):
-        in_ram, on_ssd = pages[unit]
-        if (in_ram or on_ssd) and taken_ram + in_ram <= ram and taken_ssd + on_ssd <= ssd:
-            taken_ram, taken_ssd = taken_ram + in_ram, taken_ssd + on_ssd
-            chosen.add(unit)
-    return frozenset(chosen), taken_ram, taken_ssd

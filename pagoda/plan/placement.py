@@ -7,7 +7,7 @@ from functools import cached_property
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import UPDATE_RING, WORK
 from pagoda.plan.lanes import LaneName
-from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
+from pagoda.plan.layout import GRAD_QUEUE, WEIGHT, WEIGHT_BACK
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
@@ -15,15 +15,10 @@ COLLECTIVE_BUFFERS, SERVING = "collective", "serving"
 CHECKPOINT = "checkpoint"
 VERSIONS = "versions"
 ACTIVATIONS = "activations"
-LINES_AFTER_STATES = (
-    *(WEIGHT_BACK, GRAD, VERSIONS, GRAD_QUEUE, LEASES, UPDATE_RING, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT),
-    *(WORK, COLLECTIVE_BUFFERS, SERVING, ACTIVATIONS),
-)
-"""The lines of a tier that follow the optimizer's states in tables, in this order."""
 MEANING: Mapping[str, str] = {
     WEIGHT_BACK: "room for new weights, while a step reads those without the last asynchronous updates",
-    GRAD_QUEUE: "gradients that wait for their asynchronous update",
     VERSIONS: "other versions of states, while a checkpoint or a step that may be clipped or dropped needs the old one",
+    GRAD_QUEUE: "gradients that wait for their asynchronous update",
     LEASES: "weights while forward and backward use them",
     UPDATE_RING: "blocks of state that pass through the device for their update",
     STAGING: "gradients on their way to an update or to SSD",
@@ -36,7 +31,7 @@ MEANING: Mapping[str, str] = {
     SERVING: "weights on SSD that ranks send each other",
     ACTIVATIONS: "offloaded activations, and buffers on their way to SSD",
 }
-"""What a line holds that is not the home of a state."""
+"""What a line holds that is not the home of a state, in the order of tables."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,10 @@ class Placement:
     that is known."""
     on_device: frozenset[int]
     """Units that the device updates. Their states that do not live there pass it."""
+    changing_on_ssd: int
+    """Pages on SSD of states that updates change: a checkpoint that keeps its pages needs as many more."""
+    spare_on_ssd: int
+    """Pages on SSD for such checkpoints. Other versions there are those of `speculated`."""
 
     @cached_property
     def resident(self) -> frozenset[int]:
@@ -89,23 +88,6 @@ class Placement:
 
     def pages(self, tier: str, line: str) -> int:
         return self.lines.get(tier, {}).get(line, 0)
-
-    def changing_on_ssd(self, layout: Layout) -> int:
-        """Pages on SSD of states that updates change: a checkpoint that keeps its pages needs as many more."""
-        return sum(
-            layout.pages(layout.units[unit], state) - layout.frozen_pages(layout.units[unit], state)
-            for (unit, state), home in self.homes.items()
-            if home == SSD and state != GRAD and self.pages(SSD, state)
-        )
-
-    def speculated_on_ssd(self, layout: Layout) -> int:
-        """Pages on SSD for other versions of units that are updated before it is known whether gradients are
-        clipped."""
-        return sum(
-            layout.pages(layout.units[unit], state)
-            for (unit, state), home in self.homes.items()
-            if home == SSD and unit in self.speculated and state != GRAD
-        )
 
     def units_with(self, tier: str, states: Collection[str]) -> frozenset[int]:
         """Units with at least one of the states on a tier."""

@@ -19,7 +19,7 @@ from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.lookups import largest_lookups, lookups_asked
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
-from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, STAGING, Placement
+from pagoda.plan.placement import ACTIVATIONS, LEASES, MEANING, STAGING, Placement
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.reasons import MAX_WASTE, reasons_for
 from pagoda.plan.tiers import BUDGETED, DEVICE, HOST, RANKS, SSD, Budgets
@@ -74,7 +74,7 @@ class Plan:
     @cached_property
     def bytes(self) -> Mapping[str, Mapping[str, int]]:
         """tier -> line -> bytes at the peak, in whole pages, in the order in which tables show them."""
-        order = (*(state.name for state in self.layout.states), *LINES_AFTER_STATES)
+        order = (*(state.name for state in self.layout.states), WEIGHT_BACK, GRAD, *MEANING)
         account: dict[str, dict[str, int]] = {
             tier: {line: pages[line] * self.page_bytes for line in order if line in pages}
             for tier in BUDGETED

@@ -7,7 +7,7 @@ from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import DEFAULT_SPLIT, Options
-from pagoda.plan.placement import LEASES, VERSIONS
+from pagoda.plan.placement import LEASES
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.tiers import DEVICE, HOST, SSD
 from pagoda.plan.units import first_limit
@@ -147,10 +147,7 @@ def _homes(plan: "Plan") -> str:
 def _checkpoints(plan: "Plan") -> Iterator[str]:
     """How state on SSD is saved."""
     placement, options = plan.placement, plan.options
-    state, spare = (
-        placement.changing_on_ssd(plan.layout),
-        placement.pages(SSD, VERSIONS) - placement.speculated_on_ssd(plan.layout),
-    )
+    state, spare = placement.changing_on_ssd, placement.spare_on_ssd
     if spare:
         keep = spare // state
         yield (

@@ -70,7 +70,7 @@ class Capture:
         """The pages on SSD that the checkpoint keeps. Complete once `pieces` has ended."""
         # SSD may be full, because an earlier checkpoint keeps the room until this one replaces it.
         plan = store.plan
-        full = store.ssd is not None and store.ssd.free_slots < plan.placement.changing_on_ssd(plan.layout)
+        full = store.ssd is not None and store.ssd.free_slots < plan.placement.changing_on_ssd
         self.one_version = [unit.index for unit in plan.units if self._has_one_version_on_ssd(unit.index, full)]
         """Units of which SSD has room for one version, because it is full, or some states are not kept as pages."""
         self._lock = threading.Condition()

@@ -96,13 +96,12 @@ class SimulatedLanes:
         """Python has waited for the work that it has queued, so it is no longer ahead of the GPU."""
         self._queued_s = max(self._queued_s, self.now)
 
-    def in_turn(self, works: Sequence[Work], after: Sequence[Task] = ()) -> list[Task]:
-        """Submit work, one piece after another, behind `after`. Returns the tasks."""
+    def in_turn(self, works: Sequence[Work]) -> Task:
+        """Submit work, one piece after another. Returns the last task."""
         tasks: list[Task] = []
         for work in works:
-            tasks.append(self.submit(work, after))
-            after = tasks[-1:]
-        return tasks
+            tasks = [self.submit(work, tasks)]
+        return tasks[0]
 
     def move(self, lane: str, name: str, nbytes: int, pieces: int = 1) -> Work:
         """The work of a lane that moves bytes."""
@@ -113,13 +112,6 @@ class SimulatedLanes:
         for task in reversed(self.ended):
             share = task.lost_s / (task.end - task.start) if task.lost_s else 0.0
             yield Ended(task.work.lane, task.start, task.end, task.beside, share)
-
-    def when_ended(self, task: Task, then: Callable[[], None]) -> None:
-        """Call `then` once a task has ended, or now if it has."""
-        if task.done:
-            then()
-        else:
-            task.then.append(then)
 
     def _let_go(self, task: Task) -> None:
         task.waiting -= 1

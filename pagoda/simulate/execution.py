@@ -70,7 +70,7 @@ class Execution:
         elif self._must_wait(operation):
             self._waiting.setdefault(unit, []).append(operation)
         elif isinstance(operation, Share):
-            self._lanes.when_ended(self._updates.share(unit), partial(self._ended, operation))
+            self._updates.share(unit).then.append(partial(self._ended, operation))
         elif (of := self._chains.get(type(operation))) and (chains := of(unit, self._adds(operation))):
             self._give(operation, chains)
         elif operation.reported:
@@ -89,7 +89,7 @@ class Execution:
     def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:
         """Submit an operation to the lanes. It ends with its last chain."""
         for chain in chains:
-            *_, task = self._lanes.in_turn(chain)
+            task = self._lanes.in_turn(chain)
         task.then.append(partial(self._ended, operation))
         if isinstance(operation, Offload):
             unit = self._plan.units[operation.unit]

@@ -77,7 +77,7 @@ class SimulatedUpdates:
             self._report(do, about)
             return
         block: Block = about
-        *_, last = self._lanes.in_turn(self._works(do, block.unit, block.index))
+        last = self._lanes.in_turn(self._works(do, block.unit, block.index))
         last.then.append(partial(self._tell, self._ended_by[do], block, None))
 
     def _report(self, do: Do, operation: Update) -> None:

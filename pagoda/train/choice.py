@@ -19,7 +19,6 @@ from pagoda.forecast.model_description import widths
 from pagoda.forecast.record import timeline_record
 from pagoda.mesh.mesh import Mesh
 from pagoda.mesh.sharing import from_first
-from pagoda.plan.activations import recomputes
 from pagoda.simulate.hardware import hardware_file
 from pagoda.train.config import TrainConfig
 
@@ -29,8 +28,7 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     activations."""
     if config.chunked_loss is not None:
         return config.chunked_loss
-    sizes = config.tile_tokens, config.piece_tokens, config.tokens, config.itemsize
-    return chunking_helps(widths(model.config.get_text_config()), *sizes, recomputes(config.activations))
+    return chunking_helps(config, widths(model.config.get_text_config()))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.activations import activations_of
 from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import module_spec
@@ -220,8 +220,7 @@ def test_more_processes_share_ram_and_ssd_that_are_left_open(tmp_path: Path) -> 
     machine = replace(SMALL, intra_node_bytes_per_s=figure(1e9))
     config = PlanConfig(model="gpt-2x192", max_length=16, gpus_per_node=2, precision="bf16")
     shared = Machine(machine.with_gpus(2), False, Ranks(2, 2))
-    described = describe_model(config)
-    none = estimate_activations(described, 16, 2, "recompute")
+    none = activations_of(replace(config, activations="recompute"), describe_model(config))
     one, _ = budgets_for(HERE_NOT, config.memory, none)
     two, _ = budgets_for(shared, config.memory, none)
     assert (two.host, two.ssd) == (one.host // 2, GIB)

@@ -6,7 +6,7 @@ import pytest
 
 from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
-from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.activations import activations_of
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.model_description import ModelDescription, describe_model
@@ -34,7 +34,8 @@ def test_stages_have_the_whole_model_together(name: str, tied: bool) -> None:
     first, second = stages
     assert {**first.forward_flops, **second.forward_flops} == dict(whole.forward_flops)
     assert first.forward_flops.keys().isdisjoint(second.forward_flops)
-    waiting, alone = (estimate_activations(replace(first, at_once=n), 64, 2, "keep").saved for n in (2, 1))
+    asked = PlanConfig(model=name, max_length=64, precision="bf16", activations="keep")
+    waiting, alone = (activations_of(asked, replace(first, at_once=n)).saved for n in (2, 1))
     assert waiting == 2 * alone
 
 

@@ -171,7 +171,7 @@ def test_second_versions_of_states_take_what_is_left_and_move_none(case: tuple[L
         for state in layout.states:
             kept[undoing.home(held.index, state.name)] += layout.pages(held, state.name)
     assert kept[HOST] <= undoing.pages(HOST, VERSIONS)
-    assert kept[SSD] == undoing.speculated_on_ssd(layout) <= undoing.pages(SSD, VERSIONS)
+    assert kept[SSD] == undoing.pages(SSD, VERSIONS) - undoing.spare_on_ssd
     for tier in (HOST, SSD):
         assert undoing.pages(tier, VERSIONS) <= kept[tier] + plain.pages(tier, VERSIONS)
     everything = sum(layout.pages(unit, state.name) for unit in layout.units for state in layout.states)
@@ -189,7 +189,7 @@ def test_frozen_weights_on_ssd_need_no_spare_pages() -> None:
     changing = sum(layout.pages(trained, s.name) for s in layout.states if placement.home(0, s.name) == SSD)
     frozen = layout.frozen_pages(trained, WEIGHT) * (placement.home(0, WEIGHT) == SSD)
     assert placement.pages(SSD, VERSIONS) == changing - frozen > 0
-    assert placement.changing_on_ssd(layout) == placement.pages(SSD, VERSIONS)
+    assert placement.changing_on_ssd == placement.pages(SSD, VERSIONS)
 
 
 def test_activations_that_leave_a_device_get_ram_before_versions_for_a_checkpoint() -> None:

@@ -14,7 +14,7 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim import SGD, AdamW
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
-from pagoda.plan.placement import LEASES, VERSIONS
+from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.tiers import DEVICE, HOST, SSD, Budgets
@@ -219,8 +219,7 @@ SENTENCES: dict[str, Check] = {
     r"SSD holds (.*) of \d+ units\. RAM goes to (.*?); of each, to units in the order of forward.*": on_ssd,
     r"(.*) (?:fits in host RAM|holds? every state)(; SSD keeps room for gradients .*)?\.": everywhere,
     r"SSD has room for the pages of (\d+) checkpoints? .*": lambda plan, said: (
-        plan.placement.pages(SSD, VERSIONS) - plan.placement.speculated_on_ssd(plan.layout)
-        == int(said[1]) * plan.placement.changing_on_ssd(plan.layout)
+        plan.placement.spare_on_ssd == int(said[1]) * plan.placement.changing_on_ssd
     ),
     r"SSD sets no room aside .*": lambda plan, _: plan.options.keep_checkpoints == 0 and no_spare(plan),
     r"The (.*) of SSD that the run may use have no room .*": lambda plan, _: no_spare(plan),
@@ -240,7 +239,7 @@ SENTENCES: dict[str, Check] = {
 
 def no_spare(plan: Plan) -> bool:
     """Whether SSD has no room beside states but for speculative updates."""
-    return plan.placement.pages(SSD, VERSIONS) == plan.placement.speculated_on_ssd(plan.layout)
+    return plan.placement.spare_on_ssd == 0
 
 
 def check(plan: Plan) -> None:

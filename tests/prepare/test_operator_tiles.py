@@ -167,6 +167,11 @@ def test_groups_of_settings_name_whole_parameters(wrap: Wrap) -> None:
     assert changed == {*before} - {"wide.weight"}
 
 
+def test_a_rule_that_takes_whole_parameters_is_refused(wrap: Wrap) -> None:
+    with pytest.raises(pagoda.ConfigError, match=r"Muon\) does not work with tile_limit: a tile is a part of a param"):
+        wrap(wide(), rule=pagoda.Muon(lr=1e-2), tiles=TILED)
+
+
 def test_what_shares_its_weight_or_has_hooks_before_forward_stays_whole(wrap: Wrap) -> None:
     class Own(nn.Linear):
         """A layer that may do anything."""

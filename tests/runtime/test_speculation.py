@@ -136,7 +136,7 @@ def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int,
         copied = sum(plan.layout.pages(plan.units[unit], WEIGHT) for unit in there) * PAGE
         assert plan.bytes[DEVICE][VERSIONS] == copied
         return
-    assert plan.placement.speculated_on_ssd(plan.layout) > 0
+    assert plan.placement.pages("ssd", VERSIONS) > plan.placement.spare_on_ssd
     assert (plan.bytes["host"].get(VERSIONS, 0) >= copied) is (placement == HOST_WEIGHTS)
 
 

@@ -16,7 +16,7 @@ from pagoda.cli.main import main, parse
 from pagoda.config.memory import Memory
 from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.activations import activations_of
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.model_description import describe_model
 from pagoda.mesh.mesh import open_mesh
@@ -283,10 +283,8 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
 
 
 def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described = describe_model(
-        PlanConfig(model=str(folder / "random"), max_length=16, precision="bf16"), count_flops=False
-    )
-    one = estimate_activations(described, 16, 2, "recompute").total
+    config = PlanConfig(model=str(folder / "random"), max_length=16, precision="bf16", activations="recompute")
+    one = activations_of(config, describe_model(config, count_flops=False)).total
     monkeypatch.setattr(defaults, "free_ram", lambda: 4 * one + (1 << 20))
     asked = TrainConfig(model=str(folder / "random"), max_length=16, memory=Memory(host="1MiB"), precision="bf16")
     tight, roomy = Choices(asked), Choices(replace(asked, memory=Memory(host="1MiB", activations=4 * one)))
@@ -299,10 +297,11 @@ def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monk
 
 def test_inputs_of_blocks_are_offloaded_where_they_would_not_fit(tmp_path: Path) -> None:
     model, batch = "gpt-12x256", 64
-    described = describe_model(PlanConfig(model=model, max_length=16, precision="bf16"), count_flops=False)
+    config = PlanConfig(model=model, max_length=16, precision="bf16", per_device_train_batch_size=batch)
+    described = describe_model(config, count_flops=False)
 
     def takes(mode: ActivationMode) -> int:
-        return estimate_activations(described, batch * 16, 2, mode).total
+        return activations_of(replace(config, activations=mode), described).total
 
     between = (takes("recompute") + takes("recompute+offload")) // 2
     for room, offloads in ((between, True), (2 * takes("recompute"), False)):

@@ -75,7 +75,7 @@ def test_room_for_a_checkpoint_by_time_is_in_the_plan_if_there_is_any(config: Tr
     tight = replace(memory, ssd=f"{tmp_path / 'ssd'}:{needed + (64 << 10)}")
     result, shown = trained(replace(config, memory=tight, output_dir=config.output_dir.with_name("tight")))
     assert result is not None
-    assert result.plan.placement.pages("ssd", "versions") == result.plan.placement.speculated_on_ssd(result.plan.layout)
+    assert result.plan.placement.spare_on_ssd == 0
     assert f"The {format_bytes(needed + (64 << 10))} of SSD that the run may use have no room" in shown
     with pytest.raises(ConfigError, match="save_minutes is -1"):
         replace(config, save_minutes=-1.0)
