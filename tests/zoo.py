@@ -354,24 +354,30 @@ def losses_of(loss_of: Callable[[int], torch.Tensor], optimizer: Any, steps: int
     return losses
 
 
-def usual_loop(recipe: Recipe) -> Loop:
-    """Forward and backward over as many micro-batches as a step accumulates, then the step."""
+def usual_loop(
+    recipe: Recipe,
+    data: Callable[[Any], Any] = lambda batch: batch,
+    after: Callable[[int, Any, Any], None] = lambda step, model, optimizer: None,
+) -> Loop:
+    """Forward and backward over as many micro-batches as a step accumulates, then the step. `data` moves a batch to
+    where the model computes. `after` is called after each step."""
 
     def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         generator = torch.Generator().manual_seed(1)
         scale = getattr(optimizer, "scale", lambda loss: loss)
-        for _ in range(recipe.steps):
+        for step in range(1, recipe.steps + 1):
             for _ in range(recipe.accumulation):
-                loss = loss_of(model(**batch(recipe.model, generator)))
+                loss = loss_of(model(**data(batch(recipe.model, generator))))
                 scale(loss / recipe.accumulation).backward()
                 outcome.losses.append(loss.item())
             take_step(optimizer, outcome)
+            after(step, model, optimizer)
 
     return loop
 
 
-def train(recipe: Recipe, memory: pagoda.Memory, loop: Loop | None = None) -> Outcome:
-    """Train a model of the zoo under a placement."""
+def train(recipe: Recipe, memory: pagoda.Memory, loop: Loop | None = None, **settings: Any) -> Outcome:
+    """Train a model of the zoo under a placement. `settings`: more of `wrap`."""
     return run(
         recipe.build(),
         memory,
@@ -381,7 +387,7 @@ def train(recipe: Recipe, memory: pagoda.Memory, loop: Loop | None = None) -> Ou
         precision=recipe.numbers,
         max_grad_norm=recipe.clip,
         gradient_accumulation_steps=recipe.accumulation if recipe.announced else None,
-        activations=recipe.activations,
+        **{"activations": recipe.activations, **settings},
     )
 
 

@@ -12,6 +12,7 @@ import gradient_uses
 import pytest
 import state_uses
 import torch
+import zoo
 from torch import nn
 from zoo import MODELS, PAGE, UNIT_LIMIT, Batch, Outcome, Recipe, batch, loss_of, run, take_step
 
@@ -24,7 +25,6 @@ from .test_device import COPIED, WHOLE, assert_updated_on_device, device_bytes, 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-STEPS = 5
 FEW, SSD, PASSING, BOTH, HOME = "few", "ssd", "passing", "both", "home"
 """In the least device memory: states in RAM; on SSD; updated on the device, all of them or half; half at home there."""
 LOOKED_UP = "looked-up"
@@ -51,26 +51,7 @@ def memory(placement: str, directory: Path, recipe: Recipe) -> pagoda.Memory:
 
 
 def train(recipe: Recipe, placement: str, directory: Path, **settings: Any) -> Outcome:
-    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(STEPS):
-            for _ in range(recipe.accumulation):
-                loss = loss_of(model(**on_gpu(batch(recipe.model, generator))))
-                (loss / recipe.accumulation).backward()
-                outcome.losses.append(loss.item())
-            take_step(optimizer, outcome)
-
-    return run(
-        recipe.build(),
-        memory(placement, directory, recipe),
-        loop,
-        moments=recipe.moments,
-        rule=recipe.rule,
-        precision=recipe.numbers,
-        max_grad_norm=recipe.clip,
-        gradient_accumulation_steps=recipe.accumulation if recipe.announced else None,
-        **settings,
-    )
+    return zoo.train(recipe, memory(placement, directory, recipe), zoo.usual_loop(recipe, on_gpu), **settings)
 
 
 def on_gpu(inputs: Batch) -> Batch:
@@ -210,15 +191,7 @@ def test_training_agrees_with_the_cpu_within_rounding(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions have it by default
     recipe = Recipe(model, precision="fp32")
 
-    def on_cpu(wrapped: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(STEPS):
-            loss = loss_of(wrapped(**batch(model, generator)))
-            loss.backward()
-            outcome.losses.append(loss.item())
-            take_step(optimizer, outcome)
-
-    cpu = run(recipe.build(), pagoda.Memory(host="64MiB"), on_cpu, precision="fp32", max_grad_norm=recipe.clip)
+    cpu = zoo.train(recipe, pagoda.Memory(host="64MiB"))
     gpu = train(recipe, FEW, tmp_path)
     assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
 

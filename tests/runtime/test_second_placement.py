@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairwise import each_once
-from zoo import PAGE, RESIDENT, Outcome, Recipe, batch, least, loss_of, losses_of, train
+from zoo import PAGE, RESIDENT, Outcome, Recipe, batch, least, loss_of, losses_of, train, usual_loop
 
 import pagoda
 from pagoda import budgets
@@ -55,22 +55,13 @@ def adapting(device: str | None = "4MiB", host: str | int | None = "64MiB", ssd:
 def watched(recipe: Recipe, said: dict[int, str], each: Callable[[int, Any, Any], None] | None = None) -> Any:
     """The usual loop, which notes what moved after which step. `each` is called after every step."""
 
-    def loop(model: Any, optimizer: Any, outcome: Outcome) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for step in range(1, recipe.steps + 1):
-            for _ in range(recipe.accumulation):
-                loss = loss_of(model(**batch(recipe.model, generator)))
-                (loss / recipe.accumulation).backward()
-                outcome.losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            outcome.norms.append(optimizer.stats.grad_norm)
-            if optimizer.stats.moved is not None:
-                said[step] = optimizer.stats.moved
-            if each is not None:
-                each(step, model, optimizer)
+    def after(step: int, model: Any, optimizer: Any) -> None:
+        if optimizer.stats.moved is not None:
+            said[step] = optimizer.stats.moved
+        if each is not None:
+            each(step, model, optimizer)
 
-    return loop
+    return usual_loop(recipe, after=after)
 
 
 @each_once(recipe=[*RECIPES], drive=[False, True])
