@@ -37,7 +37,7 @@ from pagoda.optim import SGD, Adam, AdamW, Lion, kernels
 from pagoda.optim.flat import encode_moment
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.kernels import update_kernel
-from pagoda.optim.rule import ElementwiseRule, gradient_dtype
+from pagoda.optim.rule import DTYPES, ElementwiseRule
 from pagoda.optim.warm import warm_up
 from script import machine, write
 
@@ -163,7 +163,7 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
         made += gradient_rows(precision, gradient.dtype, gradient.dtype, params, sweeper)
     pairs: tuple[tuple[Precision, Precision], ...] = (("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16"))
     for weights, gradients in pairs:
-        kept, states = gradient_dtype(gradients), states_of(weights, params)
+        kept, states = DTYPES[gradients], states_of(weights, params)
         gradient, name = filled(params, kept, 1.0), f"adamw {weights}, gradients {gradients}"
         made += rule_rows(name, AdamW(), weights, states, gradient, sweeper)
         arriving = arriving_dtype(kept, states[0].dtype)

@@ -12,7 +12,7 @@ from torch import nn
 from pagoda.calibrate.meter import now, repeated
 from pagoda.config.training import Precision, require_choice
 from pagoda.models import build_model, layer_count
-from pagoda.optim import gradient_dtype
+from pagoda.optim.rule import DTYPES
 from pagoda.prepare.construct import deferred_init
 
 _FEW, _LEAST_MORE = 1, 3
@@ -74,7 +74,7 @@ class ComputeProfiler:
             self.layers = _layers_wanted(name_or_dir, self._few)
             """Number of layers of the larger model."""
             self._more = _built(name_or_dir, seq_len, gradient_checkpointing, self.layers)
-            _materialise(self._more, gradient_dtype(precision), self._device)
+            _materialise(self._more, DTYPES[precision], self._device)
             # Both have the same parameters, with their hooks.
             self._few.load_state_dict(self._more.state_dict(keep_vars=True), strict=False, assign=True)
             self._few.to(self._device)  # buffers

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,12 +20,13 @@ from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SavedCheckpoint
 from pagoda.checkpoint.state import OF_WEIGHTS, named_tensors
 from pagoda.checkpoint.tensors import chunks
-from pagoda.config.training import Precision
+from pagoda.config.training import require_choice
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import copy_durably, inside, write_durably
 from pagoda.memory.identity import new_checkpoint_id
 from pagoda.optim.flat import join, weights_of
+from pagoda.optim.rule import DTYPES
 from pagoda.parameters.quantized import is_quantized
 from pagoda.plan.layout import WEIGHT
 
@@ -33,7 +34,6 @@ _OWN_NAMES = (
     " A changed model cannot be exported for its class. In Python, export(source, out, own_names=True) writes all "
     "tensors under their names in the model."
 )
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class ChangedModelError(CheckpointError):
@@ -56,7 +56,7 @@ def export(
     source: Path | nn.Module,
     out: Path,
     *,
-    dtype: Precision | None = None,
+    dtype: Literal["bf16", "fp32"] | None = None,
     max_shard_bytes: int = 5 << 30,
     merge: bool = False,
     own_names: bool = False,
@@ -79,16 +79,18 @@ def export(
     For a wrapped model, every rank calls it at the same point of the program, and the first rank writes.
 
     Raises CheckpointError if the source is not a checkpoint or is damaged, or if `out` exists; StorageError if the disk
-    is full or fails; ConfigError if transformers is not installed; UsageError if the model is not wrapped, or between
-    backward and `step()` if updates run during backward.
+    is full or fails; ConfigError for another `dtype`, or if transformers is not installed; UsageError if the model is
+    not wrapped, or between backward and `step()` if updates run during backward.
     """
+    if dtype is not None:
+        require_choice("dtype", dtype, Literal["bf16", "fp32"])
     with ExitStack() as opened:
         if isinstance(source, nn.Module):
             weights = opened.enter_context(live_weights(source))
         else:
             weights = _weights_in(opened.enter_context(SavedCheckpoint(source)))
         record = None if own_names else weights.record
-        as_dtype = None if dtype is None else _DTYPES[dtype]
+        as_dtype = None if dtype is None else DTYPES[dtype]
         adapted = None
         if record is not None and ADAPTER in record:
             adapted = AdaptedModel(record, lambda name: _stored(weights, name, as_dtype).whole())

@@ -16,9 +16,9 @@ from pagoda.optim.adam import Adam
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.lion import Lion
 from pagoda.optim.muon import Muon
-from pagoda.optim.rule import Rule, gradient_dtype
+from pagoda.optim.rule import Rule
 from pagoda.optim.sgd import SGD
 from pagoda.optim.sign_sgd import SignSGD
 from pagoda.optim.torch_optimizer import Optim
 
-__all__ = ["SGD", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "Optim", "Rule", "SignSGD", "gradient_dtype"]
+__all__ = ["SGD", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "Optim", "Rule", "SignSGD"]

@@ -52,7 +52,7 @@ from pagoda.optim.arithmetic import (
 from pagoda.optim.elements import load, load_master, masters_at, store, store_master, stream, values_at
 from pagoda.optim.jit import add, fence, fp32, on_stack, pointer, room, rounded, word
 from pagoda.optim.moments import BLOCK, CUT
-from pagoda.optim.rule import ElementwiseRule, gradient_dtype
+from pagoda.optim.rule import DTYPES, ElementwiseRule
 
 UpdateKernel = Callable[..., None]
 """``(*addresses of the rule's states in their order, gradient address, n, *targets, *noise, *scalars)``. targets is
@@ -247,7 +247,7 @@ def update_kernel(
 
     `elsewhere`: it takes targets, which may be the old states' addresses. Raises ConfigError for an unknown precision.
     """
-    weight = gradient_dtype(precision)
+    weight = DTYPES[precision]
     update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight], elsewhere, rule.ahead is not None)
     states, own = len(rule.states(precision)), len(rule.own_states())
     no_low, no_moments = 2 - (states - own), max(0, 2 - own)

@@ -55,12 +55,6 @@ DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch
 PRECISIONS: Mapping[torch.dtype, Precision] = {dtype: precision for precision, dtype in DTYPES.items()}
 
 
-def gradient_dtype(precision: Precision) -> torch.dtype:
-    """Dtype of the weights in forward and backward, and of autograd's gradients."""
-    require_choice("precision", precision, Precision)
-    return DTYPES[precision]
-
-
 Shape = tuple[int, ...]
 
 

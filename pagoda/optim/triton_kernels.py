@@ -13,7 +13,7 @@ from pagoda.config.training import Precision
 from pagoda.optim import triton_adafactor, triton_updates
 from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.factors import COLUMNS, ROWS, folded, update_factors
-from pagoda.optim.rule import ElementwiseRule, gradient_dtype
+from pagoda.optim.rule import DTYPES, ElementwiseRule
 
 DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
 """An update in place. The arguments are the states in StateSpec order, the gradient, and the arguments that a CPU
@@ -40,7 +40,7 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     plain = PLAIN.get(rule.kernel_name)
     function: Any = triton_updates.adamw_8bit if plain is None else triton_updates.update
     constants = {} if plain is None else {"rule": plain[0], "noisy": plain[1]}
-    weight = gradient_dtype(precision)
+    weight = DTYPES[precision]
     predicts = rule.ahead is not None
     forms = {"form": FORMS[weight], "arriving": FORMS[gradient or weight], "predicts": predicts}
     count = len(rule.scalars(1))

@@ -9,12 +9,12 @@ from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
 from pagoda.optim.kernels import convert_moment, halves, update_kernel
 from pagoda.optim.moments import BLOCK
 from pagoda.optim.muon import Muon
-from pagoda.optim.rule import ElementwiseRule, Rule, gradient_dtype
+from pagoda.optim.rule import DTYPES, ElementwiseRule, Rule
 
 
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None, elsewhere: bool = False) -> None:
     """Compile everything that these settings use on the CPU. `elsewhere`: also what writes new states elsewhere."""
-    weight = gradient_dtype(precision)
+    weight = DTYPES[precision]
     kept = gradient or weight
     # The argument types select the compiled version. So the kernels are called on no elements.
     for take in gradient_kernels(kept, arriving_dtype(kept, weight)):
@@ -39,7 +39,7 @@ def warm_up_gpu(rule: Rule, precision: Precision, gradient: torch.dtype, device:
     # Its tensors are aligned like every block of a unit. Triton compiles a kernel for the alignment of its arguments.
     _update_zeros(rule, precision, gradient, device)
     sums = torch.zeros(LANES.value, dtype=torch.float64, device=device)
-    for dtype in {gradient, arriving_dtype(gradient, gradient_dtype(precision))}:
+    for dtype in {gradient, arriving_dtype(gradient, DTYPES[precision])}:
         square_sums(torch.zeros(BLOCK, dtype=dtype, device=device), sums, piece)
     torch.cuda.synchronize(device)
 
@@ -55,9 +55,7 @@ def _update_zeros(rule: Rule, precision: Precision, gradient: torch.dtype, devic
         weight, low = states.pop("weight"), states.pop("weight_low", None)
         rule.update(1, weight, zeros, states, low)
     elif precision != "fp32":
-        weight, low = (
-            torch.zeros(shape, dtype=dtype, device=device) for dtype in (gradient_dtype(precision), torch.int16)
-        )
+        weight, low = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (DTYPES[precision], torch.int16))
         master = torch.zeros(shape, device=device)
         split(master, weight, low)
         join(weight, low, master)

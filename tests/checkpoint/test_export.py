@@ -113,6 +113,8 @@ def test_a_model_trained_in_fp32_is_exported_in_either(tmp_path: Path) -> None:
     checkpoint, seen = saved_run("gpt2", "ram", tmp_path, "fp32")
     export(checkpoint, tmp_path / "fp32")
     export(checkpoint, tmp_path / "bf16", dtype="bf16")
+    with pytest.raises(pagoda.ConfigError, match="dtype is 'fp16'; use one of bf16, fp32"):
+        export(checkpoint, tmp_path / "fp16", dtype="fp16")
     whole, half = (AutoModelForCausalLM.from_pretrained(tmp_path / dtype) for dtype in ("fp32", "bf16"))
     assert (whole.dtype, half.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(logits(whole), seen)

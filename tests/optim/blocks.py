@@ -3,10 +3,10 @@
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim import SGD, Adam, AdamW, Lion, SignSGD, flat, gradient_dtype
+from pagoda.optim import SGD, Adam, AdamW, Lion, SignSGD, flat
 from pagoda.optim.gradient_kernels import gradient_kernels
 from pagoda.optim.kernels import update_kernel
-from pagoda.optim.rule import MASTER, ElementwiseRule, Key
+from pagoda.optim.rule import DTYPES, MASTER, ElementwiseRule, Key
 
 States = dict[str, torch.Tensor]
 
@@ -78,7 +78,7 @@ def random_states(
     made = {"weight": random_values(n, 1e-1, generator, edges)}
     made[MASTER] = made["weight"].clone()
     if precision != "fp32":
-        made.update(zip(("weight", "weight_low"), split(made["weight"], gradient_dtype(precision)), strict=True))
+        made.update(zip(("weight", "weight_low"), split(made["weight"], DTYPES[precision]), strict=True))
     if isinstance(rule, AdamW):
         for moment, scale in (("exp_avg", 1e-1), ("exp_avg_sq", 1e-3)):
             values = random_values(n, scale, generator, edges)
@@ -90,7 +90,7 @@ def random_states(
         for state in rule.own_states():
             values = random_values(n, 1e-1, generator, edges)
             made[state.name] = values.abs() if state.name == "exp_avg_sq" else values
-    gradient = random_values(n, 1.0, generator, edges).to(gradient_dtype(precision))
+    gradient = random_values(n, 1.0, generator, edges).to(DTYPES[precision])
     return {state.name: made[state.name] for state in rule.states(precision)}, gradient
 
 

@@ -5,8 +5,9 @@ import torch
 from pairwise import each_once
 
 from pagoda.config.training import Precision
-from pagoda.optim import Adafactor, gradient_dtype
+from pagoda.optim import Adafactor
 from pagoda.optim.adafactor import as_matrices
+from pagoda.optim.rule import DTYPES
 
 from .blocks import States, assert_same_states, copy_of, join, randn, split
 
@@ -25,7 +26,7 @@ def fresh(rule: Adafactor, shape: tuple[int, ...], precision: Precision = "fp32"
     master = randn(shape, 0) * 0.1
     if precision == "fp32":
         return {"weight": master, **states}
-    weight, low = split(master.view(-1), gradient_dtype(precision))
+    weight, low = split(master.view(-1), DTYPES[precision])
     return {"weight": weight.view(shape), "weight_low": low, **states}
 
 
@@ -191,7 +192,7 @@ def test_masters_and_gradients_count_as_if_they_were_fp32(precision: Precision, 
         update(AVERAGED, step, ours, gradient)
         update(AVERAGED, step, theirs, gradient.float())
     if precision != "fp32":
-        theirs["weight"], theirs["weight_low"] = split(theirs["weight"].view(-1), gradient_dtype(precision))
+        theirs["weight"], theirs["weight_low"] = split(theirs["weight"].view(-1), DTYPES[precision])
         theirs["weight"] = theirs["weight"].view(shape)
     assert_same_states(ours, theirs)
 

@@ -10,8 +10,9 @@ from pairwise import each_once
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel
-from pagoda.optim import arithmetic, gradient_dtype
+from pagoda.optim import arithmetic
 from pagoda.optim.jit import bits_of, float_of
+from pagoda.optim.rule import DTYPES
 from pagoda.ranks.mean import mean_into, sum_into
 
 from .blocks import EDGES, add_gradient, floats, join, random_values, same_bits, split, store_gradient
@@ -110,7 +111,7 @@ def test_an_fp16_master_is_kept_exactly_from_the_magnitude_stated_on_and_within_
 
 
 def random_gradient(precision: Precision, n: int, seed: int) -> torch.Tensor:
-    return random_values(n, 1.0, torch.Generator().manual_seed(seed), False).to(gradient_dtype(precision))
+    return random_values(n, 1.0, torch.Generator().manual_seed(seed), False).to(DTYPES[precision])
 
 
 def sum_of_squares(gradient: torch.Tensor) -> float:
@@ -135,7 +136,7 @@ def test_gradients_are_stored_and_added_with_torchs_bits_and_their_squares_summe
 @precisions
 def test_edge_values_and_ties_are_added_with_torchs_bits(precision: Precision) -> None:
     ties = torch.tensor([1.0, 256.0, 257.0, 2.0**-8, 3 * 2.0**-9, 2.0**-133, torch.inf, -torch.inf, torch.nan])
-    values = torch.cat([EDGES, ties]).to(gradient_dtype(precision))
+    values = torch.cat([EDGES, ties]).to(DTYPES[precision])
     ours, more = (axis.reshape(-1).clone() for axis in torch.meshgrid(values, values, indexing="ij"))
     theirs = ours + more
     add_gradient(ours, more)
@@ -162,7 +163,7 @@ def test_a_sum_of_squares_is_finite_exactly_if_every_element_is(precision: Preci
             gradient[position] = bad
             assert not np.isfinite(store_gradient(torch.zeros_like(gradient), gradient))
             assert not np.isfinite(add_gradient(torch.zeros_like(gradient), gradient))
-    dtype = gradient_dtype(precision)
+    dtype = DTYPES[precision]
     largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
     assert np.isfinite(store_gradient(torch.empty_like(largest), largest))
     assert not np.isfinite(add_gradient(largest, largest.clone()))

@@ -25,7 +25,7 @@ from pagoda.optim.arithmetic import BF16, FP16, FP32
 from pagoda.optim.gradient_kernels import gradient_kernels
 from pagoda.optim.jit import HAS_CONVERSIONS
 from pagoda.optim.moments import BLOCK
-from pagoda.optim.rule import ElementwiseRule, gradient_dtype
+from pagoda.optim.rule import DTYPES, ElementwiseRule
 
 from .blocks import (
     ALL_RULES,
@@ -101,7 +101,7 @@ def test_bits_do_not_depend_on_block_boundaries_or_threads(
 def test_any_format_is_updated_as_fp32_is(form: tuple[Precision, torch.dtype], rule: ElementwiseRule) -> None:
     """So the 16-bit weight is the high half of its own master. With noise, which an element's index decides."""
     precision, gradient = form
-    n, dtype = 4_999, gradient_dtype(precision)
+    n, dtype = 4_999, DTYPES[precision]
     own = {s.name: torch.zeros(s.elements(n), dtype=s.dtype) for s in rule.own_states()}
     plain, master = copy_of(own), floats(5, n)
     weights = {"weight": master.clone()}
@@ -123,7 +123,7 @@ def test_predicted_weights_are_as_many_steps_ahead_and_the_masters_are_those_of_
     form: tuple[Precision, torch.dtype], name: str
 ) -> None:
     (precision, gradient), rule, n = form, PREDICTING[name], 4_999
-    dtype, plain_rule = gradient_dtype(precision), RULES[name.removesuffix(", predicting")]
+    dtype, plain_rule = DTYPES[precision], RULES[name.removesuffix(", predicting")]
     own = {s.name: torch.zeros(s.elements(n), dtype=s.dtype) for s in rule.own_states()}
     plain, master = copy_of(own), floats(5, n)
     weights = {"weight": torch.full((n,), torch.nan, dtype=dtype), "master": master.clone()}
@@ -311,7 +311,8 @@ AFTER_WARM_UP = """
 import warnings
 warnings.simplefilter("error")
 import torch
-from pagoda.optim import AdamW, flat, gradient_dtype, kernels
+from pagoda.optim import AdamW, flat, kernels
+from pagoda.optim.rule import DTYPES
 from pagoda.optim.arithmetic import FORMS
 from pagoda.optim.gradient_kernels import gradient_kernels
 from pagoda.optim.warm import warm_up
@@ -321,7 +322,7 @@ def compiled():
 
 for precision in ("bf16", "fp32"):
     warm_up(AdamW(), precision, elsewhere=True)
-    dtype = gradient_dtype(precision)
+    dtype = DTYPES[precision]
     used = [*gradient_kernels(dtype)]
     used += [kernels.compiled("adamw", FORMS[dtype], FORMS[dtype], elsewhere, False) for elsewhere in (False, True)]
     used += [kernels.halves(dtype, joining) for joining in (False, True) if precision != "fp32"]

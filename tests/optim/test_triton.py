@@ -12,8 +12,9 @@ from pairwise import each_once
 from triton_interpreter import round_fused_once
 
 from pagoda.config.training import Precision
-from pagoda.optim import Adafactor, adafactor_kernels, gradient_dtype
+from pagoda.optim import Adafactor, adafactor_kernels
 from pagoda.optim.adafactor import as_matrices
+from pagoda.optim.rule import DTYPES
 from pagoda.plan.buffers import BOUNCE_ELEMENTS
 
 from . import test_adafactor as adafactor
@@ -84,7 +85,7 @@ def test_any_number_of_elements_is_updated_and_none_beside_them(
 @each_once(precision=["bf16", "fp16"], n=[1, 2500])
 def test_masters_are_split_and_joined_with_the_bits_of_the_cpu(precision: Precision, n: int) -> None:
     master = random_values(n, 1e-1, torch.Generator().manual_seed(n), edges=True)
-    theirs = split(master, gradient_dtype(precision))
+    theirs = split(master, DTYPES[precision])
     ours = [torch.zeros_like(half, device=DEVICE) for half in theirs]
     triton_kernels.convert_halves(*ours, master.to(DEVICE), joining=False)
     assert all(same_bits(mine.cpu(), half) for mine, half in zip(ours, theirs, strict=True))
@@ -94,7 +95,7 @@ def test_masters_are_split_and_joined_with_the_bits_of_the_cpu(precision: Precis
 
 
 def random_gradient(precision: Precision, n: int, edges: bool = False) -> torch.Tensor:
-    return random_values(n, 1.0, torch.Generator().manual_seed(n), edges).to(gradient_dtype(precision))
+    return random_values(n, 1.0, torch.Generator().manual_seed(n), edges).to(DTYPES[precision])
 
 
 def square_sum(gradient: torch.Tensor, piece: int) -> list[float]:
@@ -256,5 +257,5 @@ def test_a_gpu_sums_squares_with_the_bits_of_the_cpu(precision: Precision) -> No
 def test_a_gpu_updates_large_parameters_by_adafactor_with_the_bits_of_the_cpu(
     precision: Precision, shape: tuple[int, ...]
 ) -> None:
-    gradients = [adafactor.randn(shape, step).to(gradient_dtype(precision)) for step in (1, 2)]
+    gradients = [adafactor.randn(shape, step).to(DTYPES[precision]) for step in (1, 2)]
     check_adafactor(adafactor.OTHERS, adafactor.fresh(adafactor.OTHERS, shape, precision), gradients)
