@@ -108,15 +108,14 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         flops = forward_flops(shape, config.tokens, config.seq_len, ranks)
         if config.tile_elements is not None:
             root, flops = tiled(root, flops, config.tile_elements, config.looked_up_elements)
-        layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
-        heads, divisions = shape.heads, OF_PAPERS
+        top_k, heads, divisions = shape.top_k, shape.heads, OF_PAPERS
         params = root.numel
         hidden, ffn, vocab, row_with_mask = shape.hidden, shape.ffn * max(1, top_k), shape.vocab, 0
         text: Any = SimpleNamespace(
             num_attention_heads=heads, hidden_size=hidden, is_encoder_decoder=shape.decoder_layers > 0
         )
     else:
-        root, before, counted, built, layers = _tree_of_transformers(config, name, count_flops)
+        root, before, counted, built = _tree_of_transformers(config, name, count_flops)
         params, packed = before.numel, _packed(before, root)
         each = max(1, config.per_device_train_batch_size) / config.sequence_parallel
         flops = {module: each * of_one for module, of_one in counted.items()}
@@ -135,7 +134,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         params=params + elsewhere,
         root=root,
         forward_flops=flops,
-        layers=layers,
+        layers=len(layers_of(root)),
         hidden=hidden,
         ffn=ffn,
         vocab=vocab,
@@ -185,12 +184,11 @@ _OF_TREE = (
     *("load_in_4bit", "load_in_8bit", *(field.name for field in fields(LoraConfig))),
 )
 """The settings on which the tree of a model of transformers depends, in addition to the limit of embeddings."""
-_Tree = tuple[ModuleSpec, ModuleSpec, Mapping[str, float], Any, int]
+_Tree = tuple[ModuleSpec, ModuleSpec, Mapping[str, float], Any]
 
 
 def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _Tree:
-    """Module tree, the same before layers are quantized, FLOPs per module of one sequence, text configuration, number
-    of layers."""
+    """Module tree, the same before layers are quantized, FLOPs per module of one sequence, text configuration."""
     from pagoda.models.build import configuration_text
 
     memory = Memory(embedding_limit=config.memory.embedding_limit)
@@ -244,7 +242,7 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
     if alike:
         whole, _ = _repeated(whole, counted, layers)
         root, counted = _repeated(root, counted, layers)
-    return root, whole, counted, model.config.get_text_config(), layers
+    return root, whole, counted, model.config.get_text_config()
 
 
 def _repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:

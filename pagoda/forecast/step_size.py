@@ -63,7 +63,7 @@ def with_step_size(config: PlanConfig, machine: Machine) -> tuple[PlanConfig, tu
 
     batch, passes = sequences_at_once(target, config.pipeline_parallel, fits), config.gradient_accumulation_steps
     if passes == 1:
-        passes = max(config.pipeline_parallel, target // batch)
+        passes = max(config.pipeline_parallel, round(target / batch))
     chosen = f"--per-device-train-batch-size {batch} --gradient-accumulation-steps {passes}"
     each = batch * passes * ranks * config.seq_len
     reason = f"{chosen}: about {each:,} tokens a step (--tokens-per-step), as `pagoda train` chooses them."

@@ -276,7 +276,7 @@ class Choices:
         asked = self.config
         most = (asked.tokens_per_step or TOKENS_PER_STEP) / seq_len
         few = not asked.tokens_per_step and sequences < _STEPS * most
-        target = max(1, int((sequences // _STEPS if few else most) / ranks))
+        target = max(1, int(sequences // _STEPS / ranks) if few else round(most / ranks))
         room = format_bytes(estimate.room)
         if (least := estimate.takes(asked, 1)) > estimate.room:
             raise BudgetError(
@@ -289,7 +289,7 @@ class Choices:
         self.choose(why + ", with what malloc keeps" * (estimate.kept > 1), per_device_train_batch_size=batch)
         passes, why = asked.gradient_accumulation_steps, "as asked for"
         if passes == 1:
-            passes = max(stages, target // batch)
+            passes = max(stages, target // batch if few else round(target / batch))
             why = f"{batch * passes * ranks * seq_len:,} tokens a step (--tokens-per-step)"
             if few:
                 why += f", so that the usual epochs give {ceil(sequences / (batch * passes * ranks)):,} steps"

@@ -122,6 +122,10 @@ def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, 
     assert described.layers == len(layers_of(root))
 
 
+def test_the_layers_of_an_encoder_and_a_decoder_count() -> None:
+    assert describe_model(PlanConfig(model="t5-moe-15m", max_length=32), count_flops=False).layers == 4 + 4
+
+
 def test_a_model_is_built_once_for_what_its_description_depends_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

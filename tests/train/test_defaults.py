@@ -18,7 +18,9 @@ from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import activations_of
 from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.model_description import describe_model
+from pagoda.forecast.step_size import with_step_size
 from pagoda.mesh.mesh import open_mesh
 from pagoda.models.build import positions_of
 from pagoda.train import TrainConfig, defaults, run
@@ -280,6 +282,22 @@ def test_a_file_of_settings_is_checked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="pipe cannot be read: it is not a regular file"):
         read_settings(tmp_path / "pipe")
+
+
+def test_a_step_has_as_many_tokens_as_pagoda_plan_says_whatever_the_length(folder: Path) -> None:
+    """16,384, as nearly as multiples of a power of two of sequences come to them."""
+    for length, expected in ((64, 256), (60, 256), (68, 2 * 128)):
+        asked = TrainConfig(
+            model=str(folder / "random"), max_length=length, memory=Memory(activations="8GiB"), precision="bf16"
+        )
+        choices = Choices(asked)
+        choices.batch(1e9)
+        plan = PlanConfig(
+            model=asked.model, max_length=length, memory=asked.memory, hardware="rtx4090", precision="bf16"
+        )
+        planned, _ = with_step_size(plan, find_machine_for(plan))
+        for config in (choices.config, planned):
+            assert config.per_device_train_batch_size * config.gradient_accumulation_steps == expected
 
 
 def test_on_a_cpu_the_batch_leaves_room_for_what_malloc_keeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
