@@ -750,6 +750,11 @@ class Halves(nn.Module):
         return (self.second(x) if both else x).sum()
 
 
+def of_halves(**settings: Any) -> tuple[Any, Any]:
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    return pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32", **settings)
+
+
 def metrics_in_steps(out: Path, stage: int | None, passes: int, steady: bool) -> Any:
     """The weights after steps in which ranks add up their losses between forward and backward and in an evaluation. In
     each pass, only one rank uses the tower and the second layer: if not `steady`, not always the same. Without a
@@ -782,8 +787,7 @@ def metrics_in_steps(out: Path, stage: int | None, passes: int, steady: bool) ->
 
 def meet_before_a_forward(out: Path) -> None:
     """The second rank comes to a collective of the program before a forward, the first one after it."""
-    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
-    model, _ = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, mesh=pagoda.open_mesh(), precision="fp32")
+    model, _ = of_halves(mesh=pagoda.open_mesh())
     group = dist.new_group(timeout=timedelta(minutes=1))
     if place()[0] == 1:
         dist.all_reduce(torch.zeros(1), group=group)
@@ -794,9 +798,7 @@ def meet_before_a_forward(out: Path) -> None:
 def change_between_steps(out: Path, how: str) -> Any:
     """The weights after steps between which they are loaded, though the step before did not use all of them, or after
     several drains of asynchronous updates."""
-    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
-    update = pagoda.Updates("async" if how == "drain" else "sync")
-    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32", update=update)
+    model, optimizer = of_halves(update=pagoda.Updates("async" if how == "drain" else "sync"))
     for step in range(8):
         model(torch.ones(2, 8), both=step != 4).backward()
         optimizer.step()
@@ -871,25 +873,6 @@ def gradients_of_experts(out: Path, model: str, expert_parallel: int) -> dict[st
     return found
 
 
-def read_gradients_alone(out: Path, how: str) -> str:
-    """The error of a rank that reads or writes a gradient while the other goes on."""
-    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
-    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
-
-    def go_on() -> None:
-        model(torch.ones(2, 8), both=True).backward()
-        if place()[0] == 0 and how == "read":
-            model.first.weight.grad.sum()
-        elif place()[0] == 0:
-            model.first.weight.grad = torch.ones_like(model.first.weight)
-        optimizer.step()
-
-    error = refusal(go_on)
-    with suppress(Exception):
-        optimizer.close()
-    return error
-
-
 def use_states(out: Path, cases: list[tuple[str, str]], stage: int, ssd: bool) -> dict[str, list[Any]]:
     """What training with each use of `optimizer.state` gives."""
     host, unit = ("256KiB", f"{out}:4MiB") if ssd else ("4MiB", None)
@@ -907,37 +890,44 @@ def use_states(out: Path, cases: list[tuple[str, str]], stage: int, ssd: bool) -
     return found
 
 
-def use_states_alone(out: Path, how: str) -> str:
-    """The error of a rank that reads, writes or removes a state while the other goes on."""
-    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
-    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
-
-    def go_on() -> None:
-        model(torch.ones(2, 8), both=True).backward()
-        optimizer.step()
-        state = optimizer.state[model.first.weight]
-        if place()[0] == 0:
-            {"read": state["exp_avg"].sum, "write": state["exp_avg"].zero_, "remove": state.clear}[how]()
-        model(torch.ones(2, 8), both=True).backward()
-        optimizer.step()
-
-    error = refusal(go_on)
-    with suppress(Exception):
-        optimizer.close()
-    return error
+def _double_the_weight(model: Any, _: Any) -> None:
+    with torch.no_grad():
+        model.first.weight.mul_(2)
 
 
-def write_alone(out: Path) -> str:
-    """The error of a rank that writes a weight while the other trains."""
-    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
-    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
+def _set_the_gradient(model: Any, _: Any) -> None:
+    model.first.weight.grad = torch.ones_like(model.first.weight)
 
-    def go_on() -> None:
-        with torch.no_grad():
+
+USED_ALONE: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
+    "write a weight": ("start", _double_the_weight),
+    "read a gradient": ("backward", lambda model, _: model.first.weight.grad.sum()),
+    "write a gradient": ("backward", _set_the_gradient),
+    "read a state": ("step", lambda _, state: state["exp_avg"].sum()),
+    "write a state": ("step", lambda _, state: state["exp_avg"].zero_()),
+    "remove a state": ("step", lambda _, state: state.clear()),
+}
+"""What a rank may do to the first weight, its gradient and its states, and after what."""
+
+
+def use_alone(out: Path, what: str) -> str:
+    """The error where one rank does something while the other goes on."""
+    model, optimizer = of_halves()
+    after, use = USED_ALONE[what]
+
+    def at(point: str) -> None:
+        if point == after:
+            state = optimizer.state[model.first.weight] if after == "step" else None  # on all ranks
             if place()[0] == 0:
-                model.first.weight.mul_(2)
-        model(torch.ones(2, 8), both=True).backward()
-        optimizer.step()
+                use(model, state)
+
+    def go_on() -> None:
+        for _ in range(2):
+            at("start")
+            model(torch.ones(2, 8), both=True).backward()
+            at("backward")
+            optimizer.step()
+            at("step")
 
     error = refusal(go_on)
     with suppress(Exception):
@@ -948,8 +938,7 @@ def write_alone(out: Path) -> str:
 def clip_unalike(out: Path, how: str) -> str:
     """The error where ranks clip gradients of different parameters, or multiply them by different numbers."""
     rank = place()[0]
-    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
-    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
+    model, optimizer = of_halves()
     model(torch.ones(2, 8), both=how == "numbers" or rank == 0).backward()
     if how == "numbers":
         model.first.weight.grad.mul_(0.5 + rank)

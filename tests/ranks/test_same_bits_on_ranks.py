@@ -15,6 +15,7 @@ from pagoda.errors import ConfigError
 from pagoda.plan.ranks import Ranks
 
 from .ranks import RankServer
+from .scenarios import USED_ALONE
 
 SLOW = pytest.mark.slow
 Case = tuple[int, dict[str, Any], dict[str, Any]]
@@ -196,9 +197,11 @@ def test_ranks_use_weights_outside_forwards_alike_or_alone(
         assert result["penalties"] == alone["penalties"]
 
 
-def test_a_rank_that_writes_alone_is_an_error_on_all(ranks: RankServer, tmp_path: Path) -> None:
-    for error in ranks.run("write_alone", 2, tmp_path):
+@pytest.mark.parametrize("what", [*USED_ALONE])
+def test_what_a_rank_does_alone_is_an_error_on_all(what: str, ranks: RankServer, tmp_path: Path) -> None:
+    for error in ranks.run("use_alone", 2, tmp_path, what=what):
         assert "at different points" in error
+        assert "first.weight" in error or "gradient" not in what
 
 
 def test_hybrid_sharding_differs_by_the_order_of_sums_only(ranks: RankServer, once: Any, tmp_path: Path) -> None:

@@ -35,9 +35,3 @@ def test_every_use_of_a_state_on_ranks_has_the_bits_of_torch_alone(
     stage: int, ssd: bool, rule: str, ranks: RankServer, tmp_path: Path
 ) -> None:
     check([*product(USES, [rule])], stage, ssd, ranks, tmp_path)
-
-
-@pytest.mark.parametrize("how", ["read", "write", "remove"])
-def test_a_rank_that_uses_a_state_alone_is_an_error_on_all(how: str, ranks: RankServer, tmp_path: Path) -> None:
-    for error in ranks.run("use_states_alone", 2, tmp_path, how=how):
-        assert "at different points" in error
