@@ -23,6 +23,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,81 +33,18 @@ os.environ |= {"PAGODA_POISON": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import pagoda
 
-VOCABULARY, LENGTH, PAGE, UNIT = 96, 16, 4096, "128KiB"
-
-
-class Conv(nn.Module):
-    """Convolutions, a parameter held by the model itself, and a linear layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(64, 1, 1))
-        self.stem = nn.Conv2d(3, 64, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.GELU(), nn.Conv2d(64, 64, 3, padding=1)) for _ in range(8))
-        self.mix = nn.Linear(64, 64)
-        self.head = nn.Linear(256, VOCABULARY)
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.stem(images.to(self.scale.dtype)) * self.scale
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        hidden = self.mix(torch.relu(self.mix(hidden.flatten(2)))).unflatten(2, (8, 8))
-        hidden = nn.functional.adaptive_avg_pool2d(hidden, 2)
-        return nn.functional.cross_entropy(self.head(hidden.flatten(1)).float(), labels)
-
-
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-}
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+zoo: Any = import_module("zoo")
+PAGE, UNIT = 4096, "128KiB"
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=32,
-            n_embd=64,
-            n_layer=8,
-            n_head=4,
-            use_cache=False,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    ),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=64,
-            d_kv=16,
-            d_ff=96,
-            num_layers=5,
-            num_heads=4,
-            decoder_start_token_id=0,
-            use_cache=False,
-            dropout_rate=0.1,
-        )
-    ),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES | {"num_hidden_layers": 4}, num_local_experts=4)),
-    "conv": Conv,
+    "llama": partial(zoo.llama, 8),
+    "gpt2": partial(zoo.gpt2, 8),
+    "t5": partial(zoo.t5, 5, dropout=0.1),
+    "mixtral": partial(zoo.mixtral, 4),
+    "conv": partial(zoo.ConvNet, blocks=8),
 }
 RULES = {
     "adamw": lambda: pagoda.AdamW(lr=1e-2, weight_decay=0.1),
@@ -250,14 +189,6 @@ def wrapped(case: Case, out: Path) -> tuple[nn.Module, Any]:
     )
 
 
-def batch(model: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    if model == "conv":
-        images = torch.randn(2, 3, 8, 8, generator=generator)
-        return {"images": images, "labels": torch.randint(VOCABULARY, (2,), generator=generator)}
-    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
-    return {"input_ids": ids, "labels": ids}
-
-
 def train(case: Case, rank: int, out: Path, first: int, last: int) -> list[str]:
     """Run steps [first, last) and save; the losses of this rank, as hex."""
     model, optimizer = wrapped(case, out)
@@ -271,11 +202,10 @@ def train(case: Case, rank: int, out: Path, first: int, last: int) -> list[str]:
     losses = []
     for step in range(last):
         for part in range(case.accumulation * case.ranks):
-            data = batch(case.model, generator)
+            data = zoo.batch(case.model, generator)
             if step < first or part % case.ranks != rank:
                 continue
-            output = model(**data)
-            loss = output if isinstance(output, torch.Tensor) else output.loss
+            loss = zoo.loss_of(model(**data))
             of_step = loss / case.accumulation * (30.0 if step % 3 == 2 else 1.0)
             (optimizer.scale(of_step) if case.scaled else of_step).backward()
             losses.append(float(loss.item()).hex())

@@ -12,10 +12,10 @@ import argparse
 import hashlib
 import json
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pagoda
@@ -28,12 +28,8 @@ from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import ALONE, Ranks
 from pagoda.plan.tiers import Budgets
-from pagoda.plan.trace import Access
 from pagoda.prepare.construct import describe
-from pagoda.schedule import event_log
-from pagoda.schedule.event_log import EVENTS
-from pagoda.schedule.operations import Operation, SchedulePlan
-from pagoda.schedule.scheduler import Scheduler
+from pagoda.schedule.event_log import LoggedScheduler
 from pagoda.simulate import simulation
 from pagoda.simulate.hardware import Figure
 from pagoda.simulate.machines import find_machine
@@ -92,34 +88,6 @@ def cases() -> dict[str, Case]:
     }
 
 
-class RecordedScheduler(Scheduler):
-    """A scheduler that keeps its events and their operations, each as a line of text."""
-
-    def __init__(self, lines: list[str], plan: SchedulePlan) -> None:
-        super().__init__(plan)
-        self.lines = lines
-        self._numbers: dict[Operation, int] = {}
-        for name in EVENTS:
-            setattr(self, name, partial(self._event, name, getattr(self, name)))
-
-    def _event(self, name: str, event: Any, *arguments: Any, **settings: Any) -> None:
-        known = [self._named(value) for value in (*arguments, *settings.values())]
-        event(*arguments, **settings)
-        self.lines.append(f"{name} {' '.join(known)}")
-
-    def take(self) -> list[Operation]:
-        operations = super().take()
-        for operation in operations:
-            self._numbers[operation] = len(self._numbers)
-            self.lines.append(f"    {self._named(operation)} {event_log.describe(operation)}")
-        return operations
-
-    def _named(self, value: Any) -> str:
-        if isinstance(value, Operation):
-            return f"#{self._numbers[value]}"
-        return f"{value.phase.value} {value.unit}" if isinstance(value, Access) else str(value)
-
-
 def plan_of(case: Case) -> Plan:
     """The plan of a case, with so much more memory than the least as the case says."""
     with pagoda.deferred_init():
@@ -145,13 +113,13 @@ def plan_of(case: Case) -> Plan:
     return make(budgets=Budgets(host, device, LARGE))
 
 
-def events_of(case: Case) -> list[str]:
-    """The events and operations of a case."""
-    plan, lines = plan_of(case), list[str]()
+def events_of(case: Case, log: Path) -> str:
+    """The events and operations of a case, a line each, also written to `log`."""
+    plan = plan_of(case)
     hardware = CPU if case.device is None else GPU
     hardware = hardware.with_gpus(case.ranks.per_node)
     ticks = [ACCESS_S] * (len(plan.trace.accesses) - 1)
-    with patch.object(simulation, "Scheduler", partial(RecordedScheduler, lines)):
+    with patch.object(simulation, "Scheduler", partial(LoggedScheduler, path=log)):
         run = simulation.Simulation(plan, Rates(hardware, plan.ranks, plan.transfer_bytes), ticks)
     for step in range(STEPS):
         if case.checkpoint and step == STEPS - 1:
@@ -161,7 +129,7 @@ def events_of(case: Case) -> list[str]:
         clipped = partial(run._scheduler.end_step, clipped=case.clipped and step == 1)
         with patch.object(run._scheduler, "end_step", clipped):
             run.step()
-    return lines
+    return log.read_text().partition("\n")[2]  # without the plan, whose fields may change
 
 
 def main() -> int:
@@ -171,13 +139,13 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="directory for a file of events of each run")
     arguments = parser.parse_args()
     found = {}
-    for name, case in cases().items():
-        text = "\n".join(events_of(case)) + "\n"
-        found[name] = hashlib.sha256(text.encode()).hexdigest()[:32]
-        print(f"{name:40} {found[name]}  {text.count(chr(10))} lines")
-        if arguments.logs:
-            arguments.logs.mkdir(exist_ok=True)
-            (arguments.logs / f"{name}.txt").write_text(text)
+    with tempfile.TemporaryDirectory() as folder:
+        logs = arguments.logs or Path(folder)
+        logs.mkdir(exist_ok=True)
+        for name, case in cases().items():
+            text = events_of(case, logs / f"{name}.txt")
+            found[name] = hashlib.sha256(text.encode()).hexdigest()[:32]
+            print(f"{name:40} {found[name]}  {text.count(chr(10))} events")
     if arguments.action == "record":
         arguments.file.write_text(json.dumps(found, indent=1) + "\n")
         return 0
