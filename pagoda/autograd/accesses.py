@@ -173,7 +173,7 @@ class Accesses:
 
     def begin(self, unit: LiveUnit, phase: Phase) -> LeasedWeights:
         """Compute uses a unit until `end`. Returns a lease of its weights in compute's memory, after every update that
-        is due."""
+        is due. This is a part of an event."""
         if unit.updated:
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed before optimizer.step(), but it was updated during backward. Call "

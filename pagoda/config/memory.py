@@ -39,9 +39,11 @@ class Split:
     of the parameters that it updates. None: it is home to whole units as far as all weights of the others can still be
     leased at once. If not all can, it is home to mostly frozen units, such as layers with adapters."""
     device_speculated_share: float = 0.75
-    """Largest share of those parameters that are updated before it is known whether gradients are clipped, if the GPU
-    is home to states of parameters that it updates. It then has another version of their weights. More of them keep the
-    link busy during backward, and fewer leave more memory to states."""
+    """Of the parameters that the GPU updates, the largest share that may have a second version of their weights there,
+    so that they are updated before it is known whether gradients are clipped. A larger share keeps the link busy for
+    more of backward; a smaller one leaves more of the GPU's memory to other states. By default, the rest passes during
+    the next forward, which takes about a quarter of a step. It matters if both other shares are above 0. Parameters
+    whose weights the GPU is not home to are not limited."""
 
     def __post_init__(self) -> None:
         for name in ("device_update_share", "device_home_share", "device_speculated_share"):

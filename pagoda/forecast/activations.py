@@ -161,5 +161,5 @@ def chunking_helps(config: SizedRun, model: ModelDescription | Widths) -> bool:
     logits, norms = _LOGIT_BYTES * config.tokens * model.vocab, _NORM_TENSORS * model.hidden
     kept = config.tile_tokens * (_HIDDEN_TENSORS * model.hidden - norms)
     working = config.itemsize * (kept + config.piece_tokens * (norms + _FFN_TENSORS * model.ffn))
-    least = 2 * (2 * config.itemsize * config.tokens * model.hidden + _CHUNK_BYTES)
-    return logits > max(least, working if recomputes(config.activations) else 0)
+    twice_chunked = 2 * (2 * config.itemsize * config.tokens * model.hidden + _CHUNK_BYTES)
+    return logits > max(twice_chunked, working if recomputes(config.activations) else 0)

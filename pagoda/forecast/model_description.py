@@ -108,14 +108,15 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         flops = forward_flops(shape, config.tokens, config.seq_len, ranks)
         if config.tile_elements is not None:
             root, flops = tiled(root, flops, config.tile_elements, config.looked_up_elements)
-        top_k, heads, divisions = shape.top_k, shape.heads, OF_PAPERS
+        layers, top_k = len(layers_of(root)), shape.top_k
+        heads, divisions = shape.heads, OF_PAPERS
         params = root.numel
         hidden, ffn, vocab, row_with_mask = shape.hidden, shape.ffn * max(1, top_k), shape.vocab, 0
         text: Any = SimpleNamespace(
             num_attention_heads=heads, hidden_size=hidden, is_encoder_decoder=shape.decoder_layers > 0
         )
     else:
-        root, before, counted, built = _tree_of_transformers(config, name, count_flops)
+        root, before, counted, built, layers = _tree_of_transformers(config, name, count_flops)
         params, packed = before.numel, _packed(before, root)
         each = max(1, config.per_device_train_batch_size) / config.sequence_parallel
         flops = {module: each * of_one for module, of_one in counted.items()}
@@ -134,7 +135,7 @@ def describe_model(config: PlanConfig, count_flops: bool = True) -> ModelDescrip
         params=params + elsewhere,
         root=root,
         forward_flops=flops,
-        layers=len(layers_of(root)),
+        layers=layers,
         hidden=hidden,
         ffn=ffn,
         vocab=vocab,
@@ -184,11 +185,12 @@ _OF_TREE = (
     *("load_in_4bit", "load_in_8bit", *(field.name for field in fields(LoraConfig))),
 )
 """The settings on which the tree of a model of transformers depends, in addition to the limit of embeddings."""
-_Tree = tuple[ModuleSpec, ModuleSpec, Mapping[str, float], Any]
+_Tree = tuple[ModuleSpec, ModuleSpec, Mapping[str, float], Any, int]
 
 
 def _tree_of_transformers(config: PlanConfig, name: str, count_flops: bool) -> _Tree:
-    """Module tree, the same before layers are quantized, FLOPs per module of one sequence, text configuration."""
+    """Module tree, the same before layers are quantized, FLOPs per module of one sequence, text configuration, number
+    of layers of text."""
     from pagoda.models.build import configuration_text
 
     memory = Memory(embedding_limit=config.memory.embedding_limit)
@@ -215,8 +217,8 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
 
     name, ranks, lora = str(asked.model), asked.expert_parallel, asked.part(LoraConfig)
     first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
-    layers = layer_count(name)
-    alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
+    layers, pairs = layer_count(name), is_encoder_decoder(name)
+    alike = model_directory(name) is None and layers > _DESCRIBED and not pairs
     with counting.weightless():
         model: Any = build_model(name, seq_len=asked.seq_len, layers=_DESCRIBED if alike else None)
         packed: Mapping[str, Any] = {}
@@ -242,7 +244,9 @@ def _built_tree(asked: PlanConfig, configuration: str, count_flops: bool) -> _Tr
     if alike:
         whole, _ = _repeated(whole, counted, layers)
         root, counted = _repeated(root, counted, layers)
-    return root, whole, counted, model.config.get_text_config()
+    if pairs:  # the configuration has the number of one of both
+        layers = len(layers_of(root))
+    return root, whole, counted, model.config.get_text_config(), layers
 
 
 def _repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:

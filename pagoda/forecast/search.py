@@ -25,7 +25,7 @@ _FACTORS = (0.5, 2)
 _MOST_UPDATES = 0.75
 """Share of updates on the device that is tried if the device is also home to a part of their states."""
 _SPECULATED = 0.6, 0.4
-"""Shares of these that are tried as updates before it is known whether gradients are clipped."""
+"""Values of `split.device_speculated_share` that are tried beside the default."""
 _WHOLE = 2
 """Number of kinds of plans that are tried on the whole model after the comparison on a part of the layers."""
 _WORTH = 0.03
@@ -91,8 +91,8 @@ def search(problem: Problem) -> Choice:
 
     Options that the problem fixes stay fixed. The default plan of `make_plan` is always tried, and stays unless another
     plan is clearly faster. Open options are tried one after another, each on top of the fastest plan so far: the unit
-    limit, the page size, the share of updates on the device, and in the end whether activations take RAM before old
-    states do.
+    limit, the page size, the share of updates on the device, the share of speculative ones among them, and in the end
+    whether activations take RAM before old states do.
     The search ends once no plan can be clearly faster, because compute alone takes that long. Of plans that are about
     as fast, one in which a separate device is home to units is preferred: what its memory holds need not move.
     If there are many units, kinds of plans are compared on a part of the layers, and the fastest two are then tried on
@@ -194,10 +194,10 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
 
 
 def _speculated_shares(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    """Smaller shares of early updates. If the link binds, fewer are enough to keep it busy during backward."""
+    """Smaller shares of speculative updates. If the link binds, fewer are enough to keep it busy during backward."""
     if problem.options.split is None and fastest.plan.placement.pages(DEVICE, VERSIONS):
         for share in _SPECULATED:
-            name = f"{share:.0%} of them before it is known whether gradients are clipped"
+            name = f"with room there for a second version of {share:.0%} of their weights"
             yield name, _with_split(fastest, device_speculated_share=share)
 
 

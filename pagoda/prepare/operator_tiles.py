@@ -191,10 +191,11 @@ class Tiling:
             return f"{name!r} has hooks before its forward, or a forward of its own"
         if _hooked(layer, _FORWARD_HOOKS):
             return f"{name!r} or one of its parameters has hooks, or is in the graph of an earlier forward"
+        is_plain = layer._parameters.get("weight") is weight
         if type(layer) is nn.Embedding:
-            is_plain = layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+            is_plain &= layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
         else:
-            is_plain = type(layer) in _LINEARS and weight.layout is torch.strided
+            is_plain &= type(layer) in _LINEARS and weight.layout is torch.strided
         return "" if is_plain else f"{name!r}, a {type(layer).__name__}, may do more with it than multiply or look up"
 
     def renamed(self, names: Iterable[str]) -> list[str]:

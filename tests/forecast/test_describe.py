@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pairwise import each_once
+from transformers import Gemma3Config
 
 from pagoda.forecast import flops as counting
 from pagoda.forecast.config import PlanConfig
@@ -122,8 +123,12 @@ def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, 
     assert described.layers == len(layers_of(root))
 
 
-def test_the_layers_of_an_encoder_and_a_decoder_count() -> None:
+def test_the_layers_of_an_encoder_and_a_decoder_count_and_those_of_a_tower_for_images_do_not(tmp_path: Path) -> None:
     assert describe_model(PlanConfig(model="t5-moe-15m", max_length=32), count_flops=False).layers == 4 + 4
+    text = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 8}
+    vision = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    Gemma3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    assert describe_model(PlanConfig(model=str(tmp_path), max_length=32), count_flops=False).layers == 2
 
 
 def test_a_model_is_built_once_for_what_its_description_depends_on(

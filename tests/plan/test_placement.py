@@ -172,6 +172,8 @@ def test_second_versions_of_states_take_what_is_left_and_move_none(case: tuple[L
             kept[undoing.home(held.index, state.name)] += layout.pages(held, state.name)
     assert kept[HOST] <= undoing.pages(HOST, VERSIONS)
     assert kept[SSD] == undoing.pages(SSD, VERSIONS) - undoing.spare_on_ssd
+    on_ssd = [(layout.units[u], s) for (u, s), home in undoing.homes.items() if home == SSD and s != GRAD]
+    assert undoing.changing_on_ssd == sum(layout.pages(*each) - layout.frozen_pages(*each) for each in on_ssd)
     for tier in (HOST, SSD):
         assert undoing.pages(tier, VERSIONS) <= kept[tier] + plain.pages(tier, VERSIONS)
     everything = sum(layout.pages(unit, state.name) for unit in layout.units for state in layout.states)

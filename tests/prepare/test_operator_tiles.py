@@ -176,15 +176,18 @@ def test_what_shares_its_weight_or_has_hooks_before_forward_stays_whole(wrap: Wr
     class Own(nn.Linear):
         """A layer that may do anything."""
 
-    shared, held, hooked = wide(), wide(), wide()
+    shared, held, beside, hooked = wide(), wide(), wide(), wide()
     shared.other = Own(1, 1)
     shared.other.weight, shared.other.bias = shared.wide.weight, shared.wide.bias
     held.other = nn.Module()
     held.other.kernel = held.wide.weight
+    beside.other = nn.Linear(1, 1)
+    beside.other.kernel = beside.wide.weight
     hooked.wide.register_forward_pre_hook(lambda module, args: None)
     for model, reason in (
         (shared, "'other', a Own, may do more"),
         (held, "'other', a Module, may do more"),
+        (beside, "'other', a Linear, may do more"),
         (hooked, "'wide' has hooks before its forward"),
     ):
         with pytest.warns(UserWarning, match=f"leaves layer 'wide' whole: {reason}"):
