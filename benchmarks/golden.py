@@ -4,10 +4,11 @@
     python benchmarks/golden.py compare golden.json     # at the commit to check, on the same machine
     python benchmarks/golden.py record one.json --only "llama*"
 
-A rebuilding of the core must give the same hashes, bit for bit. The script uses the public API and the checkpoint's
-safetensors files alone. Where arguments of `wrap` have other names, each commit runs its own copy. Every case runs in a
-process of its own, on one thread, with the poison debug mode on. Cases of one `group` differ in where state lives, or
-in how many ranks hold it, and must agree with each other too.
+A rebuilding of the core must give the same hashes, bit for bit. Models come from `tests/zoo.py`, and both commits need
+the same ones. Otherwise the script uses the public API and the checkpoint's safetensors files. Where arguments of
+`wrap` have other names, each commit runs its own copy. Every case runs in a process of its own, on one thread, with the
+poison debug mode on. Cases of one `group` differ in where state lives, or in how many ranks hold it, and must agree
+with each other too.
 """
 
 import argparse

@@ -78,10 +78,13 @@ def memory_of_rank(memory: Memory, world: World) -> Memory:
 
 
 def own_directories(sizes: Mapping[Path, int | None], name: str) -> str:
-    """`memory.ssd` with a directory of this name, which is made, in each of these. Raises StorageError."""
-    for path in sizes:
+    """`memory.ssd` with a directory of this name, which is made, in each of these. Raises StorageError, and ConfigError
+    if one has a share of no page."""
+    for path, size in sizes.items():
         mine = path / name
-        with storage_errors(f"The directory '{mine}' cannot be made"):
+        if size == 0:
+            raise ConfigError(f"memory.ssd leaves '{mine}' less than a page: give '{path}' a larger size")
+        with storage_errors(f"The directory '{mine}' cannot be used"):
             mine.mkdir(exist_ok=True)
             if mine.is_symlink():
                 raise OSError(errno.ELOOP, "it is a symbolic link", str(mine))

@@ -59,7 +59,8 @@ def restart_spinning_briefly() -> None:
 
 @contextmanager
 def temporarily(owner: object, **values: Any) -> Iterator[None]:
-    """Inside, attributes of an object or of a module have other values."""
+    """Inside, attributes of an object or of a module have other values. Afterwards it has the old ones as attributes of
+    its own, also those that it had from its class."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():

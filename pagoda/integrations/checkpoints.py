@@ -118,6 +118,11 @@ class Checkpoints:
             self._begin(now)
         except (PagodaError, OSError) as error:
             self._errors.append(error)
+        except BaseException as error:
+            if not self.optimizer.checkpoint_pending:  # else it is written all the same
+                self._writing = None
+                self._ended(now, error)
+            raise
 
     def _begin(self, now: _Asked) -> None:
         trainer = self._trainer
@@ -190,7 +195,7 @@ class Checkpoints:
         excess = len(older) + 1 - max(limit, len(kept))
         return [path for path in older if path not in kept][: max(0, excess)]
 
-    def _ended(self, now: _Asked, error: Exception | None) -> None:
+    def _ended(self, now: _Asked, error: BaseException | None) -> None:
         """Do what follows once a checkpoint is complete, or could not be written."""
         trainer = self._trainer
         now.staged.close()
@@ -214,9 +219,9 @@ class Checkpoints:
         self.optimizer.wait_for_checkpoint()
         now, self._writing = self._writing, None
         error = self._errors.pop() if self._errors else None
+        self._ended(now, error)
         if error is not None and not isinstance(error, PagodaError | OSError):
             raise error
-        self._ended(now, error)
         if error is not None and say_it:
             why = str(error).rstrip(".")
             self._say(f"The checkpoint after step {now.step} was not saved: {why}. The run continues to the next one")

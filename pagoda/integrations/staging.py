@@ -84,13 +84,16 @@ class Staged:
 
 
 def removable(directories: Sequence[Path]) -> list[Path]:
-    """The directories that may be deleted. Those in which Pagoda's own checkpoint has other files are kept."""
+    """The directories that may be deleted. Those in which Pagoda's own checkpoint has other files are kept, with a
+    warning."""
     found = []
     for directory in directories:
-        with suppress(CheckpointError):
+        try:
             if (directory / STATE).exists():
                 Removable.of(directory / STATE)
             found.append(directory)
+        except CheckpointError as error:
+            _log.warning("%s was not deleted: %s", directory, error)
     return found
 
 

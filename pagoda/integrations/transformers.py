@@ -349,9 +349,9 @@ class PagedTrainerMixin(_Trainer):  # type: ignore[misc]
         ended = self.checkpoints.stopped_by is None
         if ended:
             self.checkpoints.keep_best_alone(trial)
-        # With a limit, the trainer would delete checkpoints itself, with whatever users have put into them.
-        loads_best = ended and self.args.load_best_model_at_end
-        with temporarily(self.args, load_best_model_at_end=loads_best, save_total_limit=None):
+        loads_best, limit = ended and self.args.load_best_model_at_end, self.args.save_total_limit
+        limit = None if limit == 1 else limit  # else the trainer deletes checkpoints itself, also those that we keep
+        with temporarily(self.args, load_best_model_at_end=loads_best, save_total_limit=limit):
             return super()._finalize_training(trial, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -117,6 +117,8 @@ def _mixture(
 ) -> ModelShape:
     """A Mixtral or a Qwen3-MoE. `experts`: number of experts, experts for each token, width of an expert."""
     count, chosen, width = experts
+    if family == "mixtral":  # it has no layers without experts
+        sizes = (*sizes[:4], width)
     named: dict[str, dict[str, Setting]] = {
         "mixtral": {"num_local_experts": count},
         "qwen3_moe": {"num_experts": count, "moe_intermediate_size": width, "norm_topk_prob": True},

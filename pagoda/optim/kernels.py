@@ -245,7 +245,7 @@ def update_kernel(
 ) -> UpdateKernel:
     """The kernel of a rule for weights in `precision`, and gradients in that precision or in another dtype.
 
-    `elsewhere`: it takes targets, which may be the old states' addresses. Raises ConfigError for an unknown precision.
+    `elsewhere`: it takes targets, which may be the old states' addresses.
     """
     weight = DTYPES[precision]
     update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight], elsewhere, rule.ahead is not None)

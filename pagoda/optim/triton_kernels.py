@@ -33,10 +33,7 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> DeviceKernel:
-    """The kernel of a rule for weights in `precision`, and gradients in that precision or in another dtype.
-
-    Raises ConfigError for an unknown precision.
-    """
+    """The kernel of a rule for weights in `precision`, and gradients in that precision or in another dtype."""
     plain = PLAIN.get(rule.kernel_name)
     function: Any = triton_updates.adamw_8bit if plain is None else triton_updates.update
     constants = {} if plain is None else {"rule": plain[0], "noisy": plain[1]}

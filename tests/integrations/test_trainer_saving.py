@@ -24,6 +24,7 @@ from pagoda.cli.main import main
 from pagoda.integrations import checkpoints, seals
 from pagoda.integrations.staging import STATE, Staged
 from pagoda.memory.ssd.orphans import orphans_in
+from pagoda.optimizer import PagedOptimizer
 from tests.train.test_signals import usual
 
 __all__ = ["paged", "usual"]
@@ -72,6 +73,28 @@ def test_steps_run_while_a_checkpoint_is_written_and_it_has_its_name_once_it_is_
     resumed = paged(max_steps=5, save_strategy="steps", save_steps=2)
     resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     assert logged(resumed, "loss") == logged(trainer, "loss")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_save_that_breaks_off_deletes_nothing(
+    error: BaseException, paged: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, told, settings = PagedOptimizer.save_checkpoint, [], {**EACH, "save_total_limit": 1}
+    trainer = paged(given={"callbacks": [Calls(on_save=lambda state: told.append(state.global_step))]}, **settings)
+
+    def breaks_off(*arguments: Any, **others: Any) -> None:
+        if trainer.state.global_step == 2:
+            raise error
+        save(*arguments, **others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedOptimizer, "save_checkpoint", breaks_off)
+        with pytest.raises(type(error)):
+            trainer.train()
+    assert told == [1]
+    assert names(tmp_path / "paged") == ["checkpoint-1"]
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == trainer.state.max_steps
 
 
 def test_state_on_the_ssd_stays_in_its_pages_and_older_checkpoints_free_theirs(paged: Make, tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ class PageStore:
 
     Until the first commit the files have no name, if the file system supports that, so a process that ends earlier
     leaves nothing behind. If commits have left a store of the same page size in the same directories, that store is
-    reused. It grows until it has slots for all pages, the spare ones, and what the commits of all runs keep but those
-    of the run that keeps most. That is probably the run that is resumed, whose commits use the spare slots. If it is
-    another one, `grow` adds slots. Stores with another page size or other stripes are left alone, and their size counts
-    against the limits.
+    reused. It grows until it has slots for all pages, the spare ones, and what commits keep, except those of the run
+    that keeps most. That is probably the run that is resumed, whose commits may use the spare slots. If it is another
+    one, `grow` adds slots. Stores with another page size or other stripes are left alone, and their size counts against
+    the limits.
 
     **What it deletes.** Opening deletes only Pagoda's own files that a crash left, in folders whose record is valid and
     whose directory is locked. These are half-written files (`remove_temporary_files`) and page tables of a checkpoint
