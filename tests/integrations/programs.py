@@ -76,6 +76,7 @@ def accelerate_on_ranks(out: Path) -> dict[str, Any]:
 
     alone = False
     found: dict[str, Any] = {}
+    AcceleratorState._reset_state(reset_partial_state=True)  # the server may have imported what makes one
     for name in ("stock", "paged", "loaded"):
         AcceleratorState._reset_state()
         paging = Paging(memory=memory(out / "ssd", "2MiB"))
